@@ -1,0 +1,1 @@
+"""The weightplane command."""

@@ -1,0 +1,1 @@
+"""The gRPC services over the core: validate, step, carry out the effects."""

@@ -1,0 +1,1 @@
+"""Durable state: memory for tests, SQLite embedded, etcd for clusters."""

@@ -1,0 +1,1 @@
+"""The trainer's side: Publisher and the sources of tensors."""
