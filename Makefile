@@ -1,0 +1,88 @@
+# Every target sets up what it needs, from a bare machine with Python >= 3.11 and a package index.
+# Variables: PYTHON  the interpreter that makes the environments
+#            TORCH   the torch requirement, installed before everything else (torch==2.13.0+cpu, a wheel's path, …)
+#            ARGS    extra arguments of test (pytest), demo and bench: make test ARGS='-k core -x'
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+VENV       := .venv
+PROTO_VENV := .venv-proto
+BENCHMARKS := benchmarks/control_plane.py benchmarks/transports.py
+# -qq keeps errors and drops the rest.
+PIP_FLAGS  := -qq --disable-pip-version-check --no-input
+# One stamp per torch requirement, so that another TORCH is installed when it is asked for.
+TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf '%s' '$(TORCH)' | cksum))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL: # `make proto test` means in that order
+.PHONY: help venv proto proto-check proto-baseline lint format test demo bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- environments -----------------------------------------------------------------------------------------------
+
+venv: $(VENV)/.stamp ## the working environment, .venv (activate it or call .venv/bin/…)
+
+# torch goes first and alone: a plain range taken while resolving the rest may pull gigabytes of CUDA.
+$(TORCH_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.11 …")'
+	@echo "setting up $(VENV): $(TORCH) …"
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/pip install $(PIP_FLAGS) '$(TORCH)'
+	@rm -f $(VENV)/.torch-*
+	@touch $@
+
+$(VENV)/.stamp: pyproject.toml $(TORCH_STAMP)
+	@echo "setting up $(VENV): weightplane, its development and demo extras …"
+	@$(VENV)/bin/pip install $(PIP_FLAGS) -e '.[dev,demo]'
+	@touch $@
+
+# The generator's own environment: its pins contradict each other's metadata, hence --no-deps (see the file).
+$(PROTO_VENV)/.stamp: tools/proto-requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.11 …")'
+	@echo "setting up $(PROTO_VENV) …"
+	@test -x $(PROTO_VENV)/bin/pip || $(PYTHON) -m venv $(PROTO_VENV)
+	@$(PROTO_VENV)/bin/pip install $(PIP_FLAGS) --no-deps -r $<
+	@touch $@
+
+# --- the contract -----------------------------------------------------------------------------------------------
+
+proto: $(PROTO_VENV)/.stamp ## format the .proto files and regenerate the stubs beside them
+	@$(PROTO_VENV)/bin/python tools/proto.py generate
+
+proto-check: $(PROTO_VENV)/.stamp ## fail on drift, lint, format or an incompatible change of the contract
+	@$(PROTO_VENV)/bin/python tools/proto.py check
+
+proto-baseline: $(PROTO_VENV)/.stamp ## accept the contract as it is as the new compatibility baseline
+	@$(PROTO_VENV)/bin/python tools/proto.py baseline
+
+# --- checks and runs --------------------------------------------------------------------------------------------
+
+lint: proto-check $(VENV)/.stamp ## contract, ruff, mypy (strict), pyright
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+format: $(VENV)/.stamp ## apply ruff's fixes and format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+test: $(VENV)/.stamp ## run the tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; leaves demo-report/
+	$(VENV)/bin/weightplane demo $(ARGS)
+
+bench: $(VENV)/.stamp ## run the benchmarks; results under .bench/
+	@mkdir -p .bench
+	@set -e; for script in $(BENCHMARKS); do \
+	  echo "== $$script"; $(VENV)/bin/python $$script --json .bench/$$(basename $$script .py).json $(ARGS); done
+
+clean: ## remove the environments and everything generated, stubs excepted
+	rm -rf .venv .venv-proto .venv-vllm .bench build dist demo-report
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
