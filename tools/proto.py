@@ -44,6 +44,7 @@ def buf(*arguments: str) -> bool:
 def generate_into(target: Path) -> bool:
     """Write the stubs and their typing stubs of every .proto file under target."""
     outputs = [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    outputs += ["--mypy_opt=quiet", "--mypy_grpc_opt=quiet"]
     return run(sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", *outputs, *proto_files())
 
 
@@ -81,6 +82,8 @@ def drift() -> list[str]:
     problems = [f"missing stub: {name}" for name in sorted(wanted - present)]
     problems += [f"stale stub, its .proto file is gone: {name}" for name in sorted(present - wanted)]
     problems += [f"stub differs from its .proto file: {name}" for name in sorted(differing + broken)]
+    if problems:
+        problems.append("run make proto and commit what it writes")
     return problems + untracked()
 
 
@@ -129,8 +132,6 @@ def main() -> int:
     problems = commands[sys.argv[1]]()
     for problem in problems:
         print(f"proto {sys.argv[1]}: {problem}", file=sys.stderr)
-    if problems and sys.argv[1] == "check":
-        print("run `make proto` and commit what it writes", file=sys.stderr)
     return 1 if problems else 0
 
 

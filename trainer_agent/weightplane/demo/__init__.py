@@ -1,0 +1,1 @@
+"""A small, real reinforcement-learning loop over Weightplane."""
