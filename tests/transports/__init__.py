@@ -1,0 +1,1 @@
+"""The transports: digests, buckets, and each transport through the conformance kit."""
