@@ -98,7 +98,9 @@ class Manifest:
             if not t.name:
                 problems.append(f"entry {i} has an empty name")
             if t.dtype not in DTYPE_BYTES:
-                problems.append(f"tensor {t.name!r} has dtype {t.dtype!r}, which cannot travel; one of {sorted(DTYPE_BYTES)}")
+                problems.append(
+                    f"tensor {t.name!r} has dtype {t.dtype!r}, which cannot travel; one of {sorted(DTYPE_BYTES)}"
+                )
             if any(d < 0 for d in t.shape):
                 problems.append(f"tensor {t.name!r} has a negative dimension in shape {list(t.shape)}")
             self.index.setdefault(t.name, i)

@@ -1,0 +1,135 @@
+"""What one replica should be and do now: a pure view of the group, sent whole whenever it changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import (
+    CachePolicy,
+    Channel,
+    GroupState,
+    Held,
+    Mode,
+    PauseMode,
+    Phase,
+    Replica,
+    Update,
+    Verify,
+)
+from .progress import covered, gate_open
+from .reasons import Failure
+
+__all__ = ["ArmedCall", "DesiredReplica", "DesiredUpdate", "desired_replica", "resolve"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArmedCall:
+    """One call to arm: its buckets (first, count) in the replica's own channel."""
+
+    seq: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredUpdate:
+    """The update that the replica takes part in. ``decision``: "", "COMMIT" or "ABORT"."""
+
+    update_id: str
+    version: int
+    trainer_step: int
+    lineage: str
+    generation: int
+    manifest_id: str
+    plan_id: str
+    channel: Channel | None
+    mode: Mode
+    pause: PauseMode
+    cache: CachePolicy
+    verify: Verify
+    calls: tuple[ArmedCall, ...]
+    all_called: bool
+    decision: str
+    failure: Failure | None
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredReplica:
+    """The whole desired state of one life of one replica."""
+
+    replica_id: str
+    incarnation: str
+    epoch: int
+    cluster_id: str
+    committed: Held
+    update: DesiredUpdate | None
+    resolutions: tuple[tuple[str, str], ...]
+    pauses: tuple[tuple[str, PauseMode], ...]
+
+
+def resolve(state: GroupState, update_id: str) -> str:
+    """The outcome of an update a replica is in doubt about: COMMIT, ABORT, or "" while it is undecided."""
+    u = state.open
+    if u is not None and u.update_id == update_id:
+        return _decision(u, excluded=False)
+    past = state.history.get(update_id)
+    return "COMMIT" if past is not None and past.phase is Phase.COMMITTED else "ABORT"
+
+
+def _decision(u: Update, excluded: bool) -> str:
+    if excluded or u.phase in (Phase.ABORTING, Phase.ABORTED):
+        return "ABORT"
+    return "COMMIT" if u.phase is Phase.COMMITTED else ""
+
+
+def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredReplica | None:
+    """The desired state of a known replica; ``None`` for an unknown one."""
+    r = state.replicas.get(replica_id)
+    if r is None:
+        return None
+    u = state.open
+    part = u.parts.get(replica_id) if u is not None else None
+    if part is None or part.incarnation != r.incarnation:
+        u = state.history.get(r.pending) if r.pending else None
+    resolutions: tuple[tuple[str, str], ...] = ()
+    if r.asked and (u is None or r.asked != u.update_id):
+        resolutions = ((r.asked, resolve(state, r.asked)),)
+    update = _desired_update(state, r, u, now) if u is not None else None
+    pauses = tuple(sorted(r.pauses_wanted.items()))
+    return DesiredReplica(
+        r.replica_id, r.incarnation, state.epoch, state.cluster_id, state.committed, update, resolutions, pauses
+    )
+
+
+def _desired_update(state: GroupState, r: Replica, u: Update, now: float) -> DesiredUpdate | None:
+    part = u.parts.get(r.replica_id)
+    if part is None or not u.frozen:
+        return None
+    t = state.trainer
+    channel = next((c for c in t.channels if c.channel_id == part.channel_id), None) if t is not None else None
+    armed = part.mode is not Mode.IN_PLACE or gate_open(u)
+    calls = tuple(
+        ArmedCall(c.seq, tuple((first, n) for ch, first, n in c.ranges if ch == part.channel_id))
+        for c in sorted(u.calls, key=lambda c: c.seq)
+        if armed
+    )
+    plan = u.plans.get(part.channel_id)
+    return DesiredUpdate(
+        update_id=u.update_id,
+        version=u.version,
+        trainer_step=u.options.trainer_step,
+        lineage=u.lineage,
+        generation=u.generation,
+        manifest_id=u.options.manifest_id,
+        plan_id=plan.plan_id if plan is not None else "",
+        channel=channel,
+        mode=part.mode,
+        pause=u.options.pause,
+        cache=u.options.cache,
+        verify=u.options.verify,
+        calls=calls,
+        all_called=armed and covered(u, part.channel_id),
+        decision=_decision(u, part.excluded),
+        failure=part.failure or u.failure,
+        remaining_s=max(0.0, u.prepare_deadline - now),
+    )

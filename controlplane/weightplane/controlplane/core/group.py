@@ -1,0 +1,180 @@
+"""The coordinator's state machine of one group: ``step(state, event, now) -> (state, effects, reason)``.
+
+Pure and deterministic: no clock, no randomness, no I/O. ``now`` is seconds on a monotonic clock. The reason says in words
+what happened, also when nothing did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from . import ending, members, operators, progress, trainers, updates
+from .events import (
+    AbortUpdate,
+    Beat,
+    CallGone,
+    CloseTransfer,
+    DigestsIn,
+    Effect,
+    Event,
+    FinishUpdate,
+    InitTransfer,
+    Leave,
+    PlanMade,
+    RankGone,
+    RankHello,
+    RankPlacement,
+    ReplicaHello,
+    Report,
+    SetAdmin,
+    SetPause,
+    SetPolicy,
+    StartUpdate,
+    Stored,
+    Tick,
+    UpdateWeights,
+    Verified,
+    WorkerPlacement,
+)
+from .model import GroupState, Phase, Trainer, Update
+from .reasons import Failure, Reason
+from .tx import Tx
+
+__all__ = ["restarted", "step"]
+
+
+def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, list[Effect], str]:
+    """Take one event. Raises ``KeyError`` for a type that is no event; nothing else."""
+    tx = Tx(state, now)
+    if state.stepped_down:
+        call_id = getattr(event, "call_id", "")
+        if call_id and not isinstance(event, CallGone):
+            failure = Failure(Reason.UNKNOWN_OUTCOME, "this coordinator stepped down: ask the one that leads now")
+            tx.reply(call_id, failure)
+        tx.quietly("stepped down")
+        return tx.done(state)
+    _HANDLERS[type(event)](tx, event)
+    return tx.done(state)
+
+
+def _report(tx: Tx, e: Report) -> None:
+    members.report(tx, e)
+    operators.settle_pauses(tx)
+    updates.pump(tx)
+
+
+def _stored(tx: Tx, e: Stored) -> None:
+    asked = tx.state.writes.get(e.write_id)
+    if asked is None:
+        tx.quietly(f"an answer about write {e.write_id}, long settled")
+        return
+    kind, update_id = asked
+    if not (kind == "decide" and e.ok is None):
+        tx.set(writes={k: v for k, v in tx.state.writes.items() if k != e.write_id})
+    u = tx.find(update_id) if update_id else None
+    if e.ok is False:
+        ending.step_down(tx, f"the store refused a {kind} write: another coordinator leads")
+    elif kind == "freeze" and u is not None:
+        updates.frozen(tx, u, e.ok)
+    elif kind == "decide" and u is not None:
+        ending.decision_stored(tx, u, e.ok, e.write_id)
+    elif kind == "group" and e.ok:
+        t = tx.state.trainer
+        if t is not None and not t.durable:
+            tx.put_trainer(replace(t, durable=True))
+            tx.say(f"generation {t.generation} is durable")
+            trainers.maybe_bind(tx)
+        else:
+            tx.quietly("group written")
+    else:
+        tx.quietly(f"{kind} written: {e.ok}")
+
+
+def _call_gone(tx: Tx, e: CallGone) -> None:
+    """A caller left: forget its waiting. The update goes on; the outcome is unknown to that caller."""
+    s = tx.state
+    u, t = s.open, s.trainer
+    if u is not None and any(w.call_id == e.call_id for w in u.waiters):
+        tx.put_update(replace(u, waiters=tuple(w for w in u.waiters if w.call_id != e.call_id)))
+    elif t is not None and any(w.call_id == e.call_id for w in t.waiters):
+        tx.put_trainer(replace(t, waiters=tuple(w for w in t.waiters if w.call_id != e.call_id)))
+    elif any(w.call_id == e.call_id for w, _ in s.queue):
+        tx.set(queue=tuple((w, q) for w, q in s.queue if w.call_id != e.call_id))
+    elif any(w.call_id == e.call_id for w in s.waiters):
+        tx.set(waiters=tuple(w for w in s.waiters if w.call_id != e.call_id))
+    tx.quietly(f"caller {e.call_id} left")
+
+
+def _tick(tx: Tx, e: Tick) -> None:
+    members.tick(tx)
+    trainers.tick(tx)
+    progress.tick(tx)
+    ending.tick(tx)
+    operators.settle_pauses(tx)
+    updates.pump(tx)
+    if not tx.reasons:
+        tx.quietly("tick")
+
+
+_HANDLERS: dict[type[Any], Callable[[Tx, Any], None]] = {
+    ReplicaHello: members.hello,
+    Beat: members.beat,
+    Report: _report,
+    Leave: members.leave,
+    WorkerPlacement: members.worker_placement,
+    RankHello: trainers.rank_hello,
+    RankGone: trainers.rank_gone,
+    InitTransfer: trainers.init,
+    RankPlacement: trainers.rank_placement,
+    CloseTransfer: trainers.close,
+    StartUpdate: updates.start,
+    UpdateWeights: updates.weights,
+    DigestsIn: updates.digests_in,
+    FinishUpdate: updates.finish,
+    AbortUpdate: updates.abort,
+    PlanMade: updates.plan_made,
+    Verified: progress.verified,
+    SetPolicy: operators.set_policy,
+    SetPause: operators.set_pause,
+    SetAdmin: operators.set_admin,
+    Stored: _stored,
+    CallGone: _call_gone,
+    Tick: _tick,
+}
+
+
+def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float) -> tuple[GroupState, Update | None]:
+    """The state a new epoch starts from, given what the store holds.
+
+    ``frozen`` is an update whose freeze was stored and whose decision was not: without a record it is aborted (rule 6).
+    Decided updates are in ``stored.history``; the replicas that took part confirm when they come back. Returns the state
+    and the update that was aborted, to be written down.
+    """
+    history = dict(stored.history)
+    aborted: Update | None = None
+    if frozen is not None and frozen.update_id not in history:
+        failure = Failure(
+            Reason.COORDINATOR_RESTARTED, "the coordinator restarted before the decision", phase=frozen.phase.value
+        )
+        aborted = replace(frozen, phase=Phase.ABORTED, failure=failure, closed=True, frozen=True, waiters=())
+        history[frozen.update_id] = aborted
+    t: Trainer | None = stored.trainer
+    if t is not None:
+        t = replace(t, ranks={}, waiters=(), channels=(), choices=(), placements={}, durable=True)
+    requests = {u.request_id: u.update_id for u in history.values() if u.request_id}
+    state = replace(
+        stored,
+        epoch=epoch,
+        epoch_began=now,
+        history=history,
+        requests=requests,
+        trainer=t,
+        open=None,
+        queue=(),
+        waiters=(),
+        writes={},
+        stepped_down=False,
+    )
+    return state, aborted

@@ -1,0 +1,463 @@
+"""The state of one group, as the coordinator knows it. Frozen values; ``group.step`` makes new ones.
+
+Three separate states describe a replica (weights, liveness, administrative); ``may_join`` in ``members.py`` is the one
+table that reads them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from .reasons import Failure
+
+__all__ = [
+    "NONE_HELD",
+    "Admin",
+    "CachePolicy",
+    "Call",
+    "Channel",
+    "Config",
+    "Evidence",
+    "GroupState",
+    "Held",
+    "Liveness",
+    "Mode",
+    "Offer",
+    "Options",
+    "Part",
+    "PauseMode",
+    "Phase",
+    "PlanSummary",
+    "Policy",
+    "Process",
+    "Rank",
+    "Replica",
+    "Stage",
+    "Timings",
+    "Trainer",
+    "Update",
+    "Verify",
+    "Waiter",
+    "Weights",
+    "Worker",
+]
+
+
+class Phase(StrEnum):
+    """Where an update stands."""
+
+    PREPARING = "PREPARING"
+    TRANSFERRING = "TRANSFERRING"
+    VERIFYING = "VERIFYING"
+    DECIDING = "DECIDING"
+    COMMITTED = "COMMITTED"
+    ABORTING = "ABORTING"
+    ABORTED = "ABORTED"
+
+
+class Weights(StrEnum):
+    """A replica's weights."""
+
+    JOINING = "JOINING"
+    READY = "READY"
+    UPDATING = "UPDATING"
+    PENDING = "PENDING"
+    DIRTY = "DIRTY"
+
+
+class Liveness(StrEnum):
+    """Whether a member is there. SUSPECT: silent past its lease, evicted once an update waits on it."""
+
+    LIVE = "LIVE"
+    SUSPECT = "SUSPECT"
+    LOST = "LOST"
+
+
+class Admin(StrEnum):
+    """What operators (or the replica itself) decided about a replica."""
+
+    ACTIVE = "ACTIVE"
+    DRAINING = "DRAINING"
+    LEAVING = "LEAVING"
+    PINNED = "PINNED"
+    ASLEEP = "ASLEEP"
+    QUARANTINED = "QUARANTINED"
+
+
+class Mode(StrEnum):
+    """How a replica takes an update; ANY only as a preference."""
+
+    ANY = "ANY"
+    STAGED = "STAGED"
+    IN_PLACE = "IN_PLACE"
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight; DEFAULT only in requests."""
+
+    DEFAULT = "DEFAULT"
+    KEEP = "KEEP"
+    WAIT = "WAIT"
+    ABORT = "ABORT"
+
+
+class CachePolicy(StrEnum):
+    """What happens to caches; DEFAULT only in requests."""
+
+    DEFAULT = "DEFAULT"
+    CLEAR = "CLEAR"
+    KEEP = "KEEP"
+    SALT = "SALT"
+
+
+class Verify(StrEnum):
+    """How much is hashed; DEFAULT only in requests."""
+
+    DEFAULT = "DEFAULT"
+    OFF = "OFF"
+    SAMPLED = "SAMPLED"
+    FULL = "FULL"
+
+
+class Evidence(IntEnum):
+    """How strong a receipt is."""
+
+    NONE = 0
+    RECEIVED = 1
+    CONSUMED = 2
+    LIVE = 3
+
+
+class Stage(IntEnum):
+    """How far a replica is in an update; rises, but ABORTED and FAILED may follow any before APPLIED."""
+
+    NONE = 0
+    JOINED = 1
+    ARMED = 2
+    RECEIVED = 3
+    PREPARED = 4
+    APPLIED = 5
+    ABORTED = 6
+    FAILED = 7
+
+
+class Process(StrEnum):
+    """State of a member's process, as its heartbeat helper sees it."""
+
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    DEAD = "DEAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Weights that someone holds: never a version alone, since a version may be aborted. (0, "") = none of ours."""
+
+    version: int = 0
+    update_id: str = ""
+
+
+NONE_HELD = Held()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The coordinator's times, in seconds."""
+
+    beat_s: float = 1.0
+    ttl_s: float = 3.0
+    routing_budget_s: float = 15.0
+    update_timeout_s: float = 120.0
+    store_timeout_s: float = 1.5
+    quiesce_s: float = 5.0
+    quarantine_after: int = 3
+    history: int = 1000
+    lost_kept_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A group's policies. ``at_least`` 0 = ALL."""
+
+    min_replicas: int = 1
+    at_least: int = 0
+    cache: CachePolicy = CachePolicy.CLEAR
+    pause: PauseMode = PauseMode.KEEP
+    failure: str = "RAISE"
+    max_stale_versions: int = 0
+    verify: Verify = Verify.FULL
+    update_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a member offers for one transport: ``data`` is opaque here (a serialised ``Rendezvous``)."""
+
+    transport: str
+    data: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker process of a replica."""
+
+    index: int
+    host_id: str = ""
+    device_uuid: str = ""
+    offers: tuple[Offer, ...] = ()
+    refusals: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """A replica's own timings of an update, seconds."""
+
+    wire_s: float = 0.0
+    verify_s: float = 0.0
+    pause_s: float = 0.0
+    apply_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One replica as known: who it is, its three states, and what it last reported."""
+
+    replica_id: str
+    incarnation: str = ""
+    session: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    workers: tuple[Worker, ...] = ()
+    modes: tuple[Mode, ...] = (Mode.STAGED,)
+    staging_refusal: str = ""
+    pause_modes: tuple[PauseMode, ...] = (PauseMode.KEEP,)
+    cache_policies: tuple[CachePolicy, ...] = (CachePolicy.CLEAR,)
+    engine: str = ""
+    evidence: Evidence = Evidence.NONE
+    serving_address: str = ""
+    weights: Weights = Weights.JOINING
+    liveness: Liveness = Liveness.LOST
+    admin: Admin = Admin.ACTIVE
+    held: Held = NONE_HELD
+    lease_until: float = 0.0
+    lost_at: float = 0.0
+    process: Process = Process.RUNNING
+    stopped_since: float = -1.0
+    progress: int = 0
+    report_seq: int = -1
+    reported: bool = False
+    pending: str = ""
+    asked: str = ""
+    pause_holders: tuple[str, ...] = ()
+    pauses_wanted: Mapping[str, PauseMode] = field(default_factory=dict)
+    placements: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    updates_since_start: int = 0
+    running_requests: int = 0
+    failure: Failure | None = None
+    failures_in_a_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of the trainer."""
+
+    rank: int
+    host_id: str = ""
+    device_uuid: str = ""
+    offers: tuple[Offer, ...] = ()
+    refusals: tuple[tuple[str, str], ...] = ()
+    session: int = 0
+    watches: int = 0
+    lease_until: float = 0.0
+    process: Process = Process.RUNNING
+    stopped_since: float = -1.0
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A bound channel: members are fixed; a change of membership makes a new one."""
+
+    channel_id: str
+    transport: str
+    key: bytes
+    senders: tuple[str, ...]
+    receivers: tuple[str, ...]
+    replicas: tuple[tuple[str, str], ...]
+    modes: tuple[Mode, ...]
+    bucket_bytes: int
+    offers: Mapping[str, Offer]
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The holder of the group, or the last one (``closed``)."""
+
+    trainer_id: str
+    incarnation: str
+    generation: int
+    world_size: int
+    lineage: str
+    ranks: Mapping[int, Rank] = field(default_factory=dict)
+    closed: bool = False
+    durable: bool = False
+    forced_transport: str = ""
+    bucket_bytes: int = 16 << 20
+    seed: bytes = b""
+    channels: tuple[Channel, ...] = ()
+    choices: tuple[tuple[str, str, str, tuple[tuple[str, str], ...], str], ...] = ()
+    placements: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    waiters: tuple[Waiter, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A caller that waits for an answer. ``what``: start, update, finish, abort, init, pause, resume."""
+
+    call_id: str
+    what: str
+    rank: int = 0
+    seq: int = 0
+    deadline: float = 0.0
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What StartUpdate asked for, defaults filled in."""
+
+    manifest_id: str
+    trainer_step: int
+    selector: Mapping[str, str] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+    at_least: int = 0
+    mode: Mode = Mode.ANY
+    pause: PauseMode = PauseMode.KEEP
+    cache: CachePolicy = CachePolicy.CLEAR
+    verify: Verify = Verify.FULL
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """What the core needs of a plan: its id, how many buckets, and payload bytes per receiving member."""
+
+    plan_id: str
+    buckets: int
+    nbytes: int
+    bytes_for: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One participant in an update."""
+
+    replica_id: str
+    incarnation: str
+    mode: Mode
+    mode_reason: str
+    channel_id: str
+    stage: Stage = Stage.NONE
+    armed_seq: int = 0
+    bytes_received: int = 0
+    verified: bool = False
+    voted: bool = False
+    excluded: bool = False
+    quiesced: bool = False
+    unquiesced: bool = False
+    dirty: bool = False
+    gone: bool = False
+    failure: Failure | None = None
+    evidence: Evidence = Evidence.NONE
+    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One UpdateWeights call: its bucket ranges (channel_id, first, count) and the ranks that made it."""
+
+    seq: int
+    ranges: tuple[tuple[str, int, int], ...]
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update. ``parts`` is frozen at StartUpdate: entries change, none comes or goes."""
+
+    update_id: str
+    version: int
+    lineage: str
+    generation: int
+    epoch: int
+    request_id: str
+    fingerprint: str
+    options: Options
+    phase: Phase
+    parts: Mapping[str, Part]
+    absent: tuple[tuple[str, str], ...]
+    channels: tuple[str, ...]
+    started_at: float
+    deadline: float
+    prepare_deadline: float
+    started_unix_ms: int = 0
+    frozen: bool = False
+    plans: Mapping[str, PlanSummary] = field(default_factory=dict)
+    planning: bool = False
+    calls: tuple[Call, ...] = ()
+    digests_in: frozenset[tuple[str, int]] = frozenset()
+    finished_ranks: frozenset[int] = frozenset()
+    failure: Failure | None = None
+    aborting_until: float = 0.0
+    deciding_until: float = 0.0
+    write_id: str = ""
+    waiters: tuple[Waiter, ...] = ()
+    gather_s: float = 0.0
+    ready_at: float = 0.0
+    armed_at: float = 0.0
+    received_at: float = 0.0
+    verify_at: float = 0.0
+    decide_at: float = 0.0
+    decided_at: float = 0.0
+    ended_at: float = 0.0
+    closed: bool = False
+
+    @property
+    def held(self) -> Held:
+        """What a replica holds once it applied this update."""
+        return Held(self.version, self.update_id)
+
+    def active(self) -> list[Part]:
+        """Participants that still count."""
+        return [p for p in self.parts.values() if not p.excluded]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """Everything of one group. ``roster`` maps each replica known to the store to its administrative state."""
+
+    group: str
+    cluster_id: str
+    epoch: int
+    config: Config = Config()
+    policy: Policy = Policy()
+    revision: int = 0
+    last_version: int = 0
+    committed: Held = NONE_HELD
+    committed_step: int = -1
+    committed_lineage: str = ""
+    committed_manifest: str = ""
+    rewinding: bool = False
+    epoch_began: float = 0.0
+    sessions: int = 0
+    replicas: Mapping[str, Replica] = field(default_factory=dict)
+    roster: frozenset[str] = frozenset()
+    trainer: Trainer | None = None
+    last_generation: int = 0
+    open: Update | None = None
+    history: Mapping[str, Update] = field(default_factory=dict)
+    requests: Mapping[str, str] = field(default_factory=dict)
+    queue: tuple[tuple[Waiter, object], ...] = ()
+    waiters: tuple[Waiter, ...] = ()
+    writes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    stepped_down: bool = False

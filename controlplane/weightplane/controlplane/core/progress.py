@@ -1,0 +1,303 @@
+"""How participants get on between freeze and decision: reports, arming, votes, verification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from . import ending
+from .events import Compare, Report, Verified
+from .model import Held, Mode, Part, Phase, Stage, Update, Verify
+from .reasons import Failure, Reason
+from .tx import Tx
+
+__all__ = [
+    "compare_voted",
+    "covered",
+    "digests_complete",
+    "gate_open",
+    "live_channels",
+    "maybe_armed",
+    "maybe_decide",
+    "part_failed",
+    "part_report",
+    "tick",
+    "verified",
+]
+
+_BEFORE = (Phase.PREPARING, Phase.TRANSFERRING, Phase.VERIFYING)
+
+
+def covered(u: Update, channel: str) -> bool:
+    """Whether the calls so far declare every bucket of a channel (calls are disjoint)."""
+    plan = u.plans.get(channel)
+    return plan is not None and sum(n for call in u.calls for c, _, n in call.ranges if c == channel) == plan.buckets
+
+
+def live_channels(u: Update) -> list[str]:
+    """Channels that still have an active participant."""
+    alive = {p.channel_id for p in u.active()}
+    return [c for c in u.channels if c in alive]
+
+
+def digests_complete(u: Update, channels: Iterable[str]) -> bool:
+    """Whether every rank put its digests for these channels. Every rank that declared a call is a sender."""
+    ranks = {r for call in u.calls for r in call.ranks} or {0}
+    return all((c, r) in u.digests_in for c in channels for r in ranks)
+
+
+def gate_open(u: Update) -> bool:
+    """Whether in-place participants may be armed: every staged one has voted and was verified (rule 3)."""
+    return all(p.voted and p.verified for p in u.active() if p.mode is Mode.STAGED)
+
+
+def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held: Held) -> None:
+    """Take over what a participant's report says of the open update."""
+    part = u.parts[replica_id]
+    if e.update_id != u.update_id:
+        if u.phase is Phase.ABORTING and part.stage is Stage.NONE and not u.calls:
+            u = tx.put_part(u, replace(part, quiesced=True))
+            ending.maybe_aborted(tx, u)
+        return
+    stage = max(part.stage, e.stage)
+    new = replace(
+        part,
+        stage=stage,
+        armed_seq=max(part.armed_seq, e.armed_seq),
+        bytes_received=max(part.bytes_received, e.bytes_received),
+        timings=e.timings,
+        dirty=part.dirty or mixed,
+        voted=part.voted or (Stage.PREPARED <= e.stage <= Stage.APPLIED and not part.excluded),
+    )
+    if e.stage in (Stage.ABORTED, Stage.FAILED):
+        new = replace(new, quiesced=True, unquiesced=False)
+    changed = new != part
+    u = tx.put_part(u, new)
+    if not changed:
+        return
+    tx.push_trainers(u.update_id)
+    if u.phase in _BEFORE and not part.excluded:
+        if e.stage in (Stage.ABORTED, Stage.FAILED) or mixed:
+            failure = e.failure or e.dirty_reason or Failure(Reason.ENGINE, f"replica {replica_id} dropped the update")
+            part_failed(tx, u, replica_id, replace(failure, member=failure.member or replica_id, phase=u.phase.value))
+            return
+        if new.stage >= Stage.JOINED > part.stage:
+            from . import updates
+
+            updates.maybe_plan(tx, u)
+        if new.armed_seq > part.armed_seq:
+            maybe_armed(tx, u)
+        if new.stage >= Stage.RECEIVED > part.stage and all(p.stage >= Stage.RECEIVED for p in u.active()):
+            u = tx.put_update(replace(tx.state.open or u, received_at=tx.now))
+        if new.voted and not part.voted:
+            tx.say(f"replica {replica_id} voted", u.update_id)
+            compare_voted(tx, tx.state.open or u, replica_id)
+    elif u.phase is Phase.ABORTING:
+        ending.maybe_aborted(tx, u)
+    elif u.phase is Phase.COMMITTED:
+        _after_decision(tx, u, replica_id, e, mixed, held)
+
+
+def _after_decision(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held: Held) -> None:
+    part = u.parts[replica_id]
+    failed = e.stage in (Stage.FAILED, Stage.ABORTED)
+    if (mixed or failed) and not part.excluded:
+        failure = e.dirty_reason or e.failure or Failure(Reason.ENGINE, "the apply failed")
+        failure = replace(failure, member=failure.member or replica_id, phase=u.phase.value)
+        u = tx.put_part(u, replace(part, dirty=True, failure=failure))
+        _count_failure(tx, replica_id, failure)
+        tx.say(f"replica {replica_id} is DIRTY after the decision: {failure}", u.update_id)
+    elif part.stage is Stage.APPLIED and held != u.held:
+        u = tx.put_part(u, replace(part, stage=Stage.PREPARED))
+    ending.maybe_complete(tx, u)
+
+
+def _count_failure(tx: Tx, replica_id: str, failure: Failure) -> None:
+    r = tx.state.replicas.get(replica_id)
+    if r is None:
+        return
+    from .model import Admin
+
+    n = r.failures_in_a_row + 1
+    limit = n >= tx.state.config.quarantine_after and r.admin is Admin.ACTIVE
+    tx.put_replica(replace(r, failure=failure, failures_in_a_row=n, admin=Admin.QUARANTINED if limit else r.admin))
+    if limit:
+        tx.write("roster", replica_id=replica_id, admin=Admin.QUARANTINED)
+        tx.say(f"replica {replica_id} is QUARANTINED after {n} failures in a row")
+
+
+def part_failed(tx: Tx, u: Update, replica_id: str, failure: Failure) -> None:
+    """A participant cannot go on: exclude it where the policy allows, else abort. After the decision nobody votes."""
+    part = u.parts[replica_id]
+    if part.excluded:
+        ending.maybe_aborted(tx, u)
+        return
+    if u.phase is Phase.COMMITTED:
+        tx.put_part(u, replace(part, failure=part.failure or failure))
+        ending.maybe_complete(tx, tx.state.open or u)
+        return
+    if u.phase in (Phase.ABORTING, Phase.DECIDING):
+        u = tx.put_part(u, replace(part, failure=part.failure or failure))
+        ending.maybe_aborted(tx, u)
+        return
+    u = tx.put_part(u, replace(part, failure=failure))
+    _count_failure(tx, replica_id, failure)
+    u = tx.state.open or u
+    others = len(u.active()) - 1
+    if u.options.at_least and others >= max(u.options.at_least, tx.state.policy.min_replicas):
+        exclude(tx, u, replica_id)
+    else:
+        ending.abort(tx, u, failure)
+
+
+def exclude(tx: Tx, u: Update, replica_id: str) -> None:
+    """Leave a participant out: it can never vote again, and the update goes on without it."""
+    u = tx.put_part(u, replace(u.parts[replica_id], excluded=True, voted=False))
+    tx.push([replica_id])
+    tx.push_trainers(u.update_id)
+    tx.say(f"replica {replica_id} is excluded from {u.update_id}: {u.parts[replica_id].failure}", u.update_id)
+    from . import updates
+
+    updates.maybe_plan(tx, u)
+    u = tx.state.open or u
+    maybe_armed(tx, u)
+    maybe_decide(tx, tx.state.open or u)
+
+
+def maybe_armed(tx: Tx, u: Update) -> None:
+    """Answer the UpdateWeights calls whose ranks have all called and whose receivers are all armed."""
+    t = tx.state.trainer
+    if u.phase is not Phase.TRANSFERRING or t is None:
+        return
+    everyone = frozenset(range(t.world_size))
+    done: set[int] = set()
+    for call in u.calls:
+        if call.ranks != everyone:
+            continue
+        channels = {c for c, _, _ in call.ranges}
+        if all(p.armed_seq >= call.seq for p in u.active() if p.channel_id in channels):
+            done.add(call.seq)
+    answered = [w for w in u.waiters if w.what == "update" and w.seq in done]
+    if not answered:
+        return
+    for w in answered:
+        tx.reply(w.call_id, None, u.update_id)
+    left = tuple(w for w in u.waiters if w not in answered)
+    tx.put_update(replace(u, waiters=left, armed_at=u.armed_at or tx.now))
+    tx.say(f"everyone is armed for call(s) {sorted({w.seq for w in answered})} of {u.update_id}", u.update_id)
+
+
+def compare_voted(tx: Tx, u: Update, only: str = "") -> None:
+    """Ask for the comparison of every vote whose expected digests are in (or are not needed)."""
+    if u.phase not in _BEFORE:
+        return
+    t = tx.state.trainer
+    for part in u.active():
+        if not part.voted or part.verified or (only and part.replica_id != only):
+            continue
+        ranks = range(t.world_size) if t is not None else range(0)
+        ready = u.options.verify is Verify.OFF or all((part.channel_id, r) in u.digests_in for r in ranks)
+        r = tx.state.replicas.get(part.replica_id)
+        if not ready or r is None:
+            continue
+        members = tuple(f"{part.replica_id}/{w.index}" for w in r.workers)
+        plan = u.plans[part.channel_id]
+        tx.effects.append(
+            Compare(u.update_id, part.replica_id, part.incarnation, members, plan.plan_id, u.options.verify)
+        )
+
+
+def verified(tx: Tx, e: Verified) -> None:
+    """A participant's receipts were compared."""
+    u = tx.state.open
+    part = u.parts.get(e.replica_id) if u is not None else None
+    if (
+        u is None
+        or u.update_id != e.update_id
+        or part is None
+        or part.incarnation != e.incarnation
+        or u.phase not in _BEFORE
+    ):
+        tx.quietly("a comparison that no longer matters")
+        return
+    if e.failure is not None:
+        u = tx.put_part(u, replace(part, evidence=e.evidence, voted=False))
+        tx.say(f"replica {e.replica_id} fails verification: {e.failure}", u.update_id)
+        part_failed(
+            tx, u, e.replica_id, replace(e.failure, member=e.failure.member or e.replica_id, phase=u.phase.value)
+        )
+        return
+    u = tx.put_part(u, replace(part, verified=True, evidence=e.evidence))
+    tx.say(f"replica {e.replica_id} is verified", u.update_id)
+    if gate_open(u):
+        tx.push(p.replica_id for p in u.active() if p.mode is Mode.IN_PLACE)
+    maybe_decide(tx, u)
+
+
+def maybe_decide(tx: Tx, u: Update) -> None:
+    """Once the trainer has finished and all that remain are prepared and verified: decide."""
+    active = u.active()
+    if u.phase is Phase.VERIFYING and active and all(p.voted and p.verified for p in active):
+        ending.decide(tx, u)
+
+
+def _waited_for(u: Update) -> str:
+    late = [
+        f"{p.replica_id} ({p.stage.name if p.stage else 'not joined'})"
+        for p in u.active()
+        if not (p.voted and p.verified)
+    ]
+    return "replicas " + ", ".join(late[:5]) if late else ""
+
+
+def tick(tx: Tx) -> None:
+    """Enforce the prepare deadline (rule 6: AT_LEAST decides then; rule 2 of everything: it ends)."""
+    u = tx.state.open
+    if u is None or u.phase not in _BEFORE:
+        return
+    for w in u.waiters:
+        if w.what in ("start", "update") and w.deadline <= tx.now:
+            tx.reply(
+                w.call_id,
+                Failure(Reason.DEADLINE, f"still {u.phase}; waits for {_waited_for(u)}", phase=u.phase.value),
+                u.update_id,
+            )
+    late = tuple(w for w in u.waiters if w.what in ("start", "update") and w.deadline <= tx.now)
+    if late:
+        u = tx.put_update(replace(u, waiters=tuple(w for w in u.waiters if w not in late)))
+    if tx.now < u.prepare_deadline:
+        return
+    ready = [p for p in u.active() if p.voted and p.verified]
+    if (
+        u.phase is Phase.VERIFYING
+        and u.options.at_least
+        and len(ready) >= max(u.options.at_least, tx.state.policy.min_replicas)
+    ):
+        for p in u.active():
+            if p not in ready:
+                failure = Failure(
+                    Reason.DEADLINE, f"not prepared in time ({p.stage.name})", p.replica_id, u.phase.value
+                )
+                u = tx.put_part(tx.state.open or u, replace(p, failure=failure))
+                _count_failure(tx, p.replica_id, failure)
+                exclude(tx, tx.state.open or u, p.replica_id)
+        return
+    t = tx.state.trainer
+    if u.phase is not Phase.VERIFYING and t is not None and all(p.voted for p in u.active()):
+        ranks = sorted(set(range(t.world_size)) - u.finished_ranks)
+        who = f"trainer ranks {ranks}, which did not finish"
+    else:
+        who = _waited_for(u) or "the trainer"
+        for p in u.active():
+            if not p.voted and u.phase is Phase.VERIFYING:
+                _count_failure(tx, p.replica_id, Failure(Reason.DEADLINE, "not prepared in time", p.replica_id))
+    message = f"the prepare deadline passed in {u.phase}; waited for {who}"
+    ending.abort(tx, tx.state.open or u, Failure(Reason.DEADLINE, message, phase=u.phase.value))
+
+
+def parts_by_stage(parts: Iterable[Part]) -> dict[str, int]:
+    """How many participants are at each stage, for logs."""
+    count: dict[str, int] = {}
+    for p in parts:
+        count[p.stage.name] = count.get(p.stage.name, 0) + 1
+    return count
