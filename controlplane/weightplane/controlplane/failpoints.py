@@ -1,6 +1,6 @@
 """Failpoints: named places where a test may make the product fail. A no-op unless a hook is installed.
 
-``WEIGHTPLANE_FAILPOINTS="name=action[@n];..."`` arms them in a process at its start: ``kill`` (SIGKILL itself), ``stop``
+``WEIGHTPLANE_FAILPOINTS="name=action[@n];..."`` arms them as a process starts: ``kill`` (SIGKILL itself), ``stop``
 (SIGSTOP itself), ``raise`` (FailpointError), each at the n-th hit (default 1). Library use: ``set_hook``.
 """
 

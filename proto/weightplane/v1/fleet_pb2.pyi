@@ -1274,7 +1274,7 @@ class CheckReplicaRequest(_message.Message):
     replica_id: _builtins.str
     """The replica."""
     min_version: _builtins.int
-    """The lowest version that will do; 0 = the group's committed one, less max_stale_versions."""
+    """The lowest version that will do; 0 = the group's committed one."""
     def __init__(
         self,
         *,

@@ -405,6 +405,7 @@ class StartUpdateRequest(_message.Message):
     VERIFY_FIELD_NUMBER: _builtins.int
     UPDATE_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PREPARE_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    EXCLUDE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per logical call."""
     group: _builtins.str
@@ -447,6 +448,10 @@ class StartUpdateRequest(_message.Message):
     def commit_policy(self) -> _common_pb2.CommitPolicy:
         """When it commits; unset = the group's."""
 
+    @_builtins.property
+    def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replicas to leave out, by id (a retry without those that failed)."""
+
     def __init__(
         self,
         *,
@@ -468,10 +473,11 @@ class StartUpdateRequest(_message.Message):
         verify: _common_pb2.VerifyLevel.ValueType = ...,
         update_timeout_ms: _builtins.int = ...,
         prepare_timeout_ms: _builtins.int = ...,
+        exclude: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "commit_policy", b"commit_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cache_policy", b"cache_policy", "commit_policy", b"commit_policy", "coverage", b"coverage", "encoding", b"encoding", "generation", b"generation", "group", b"group", "manifest_id", b"manifest_id", "mode", b"mode", "on_busy", b"on_busy", "pause_mode", b"pause_mode", "prepare_timeout_ms", b"prepare_timeout_ms", "replica_selector", b"replica_selector", "request_id", b"request_id", "target", b"target", "trainer_step", b"trainer_step", "update_timeout_ms", b"update_timeout_ms", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cache_policy", b"cache_policy", "commit_policy", b"commit_policy", "coverage", b"coverage", "encoding", b"encoding", "exclude", b"exclude", "generation", b"generation", "group", b"group", "manifest_id", b"manifest_id", "mode", b"mode", "on_busy", b"on_busy", "pause_mode", b"pause_mode", "prepare_timeout_ms", b"prepare_timeout_ms", "replica_selector", b"replica_selector", "request_id", b"request_id", "target", b"target", "trainer_step", b"trainer_step", "update_timeout_ms", b"update_timeout_ms", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

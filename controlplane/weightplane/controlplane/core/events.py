@@ -1,7 +1,7 @@
 """What happens to a group (events) and what the group wants done (effects).
 
-Events carry every bit of randomness and time that a decision needs, so that a step is a pure function. ``call_id`` names
-a waiting caller; the answer goes back in a ``Reply``.
+Events carry every bit of randomness and time that a decision needs, so that a step is a pure function. ``call_id``
+names a waiting caller; the answer goes back in a ``Reply``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Report:
     armed_seq: int = 0
     bytes_received: int = 0
     failure: Failure | None = None
-    timings: Timings = Timings()
+    timings: Timings = Timings()  # noqa: RUF009 - frozen
     pause_holders: tuple[str, ...] = ()
     updates_since_start: int = 0
     leaving: bool = False
@@ -297,7 +297,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A write ended: ``ok`` True, False (refused: our epoch no longer leads, or the update is not open), None unknown."""
+    """A write ended: ``ok`` True, False (refused: our epoch no longer leads, or the update is over), None unknown."""
 
     write_id: str
     ok: bool | None

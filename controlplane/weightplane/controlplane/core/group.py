@@ -1,7 +1,7 @@
 """The coordinator's state machine of one group: ``step(state, event, now) -> (state, effects, reason)``.
 
-Pure and deterministic: no clock, no randomness, no I/O. ``now`` is seconds on a monotonic clock. The reason says in words
-what happened, also when nothing did.
+Pure and deterministic: no clock, no randomness, no I/O. ``now`` is seconds on a monotonic clock. The reason says in
+words what happened, also when nothing did.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float)
     """The state a new epoch starts from, given what the store holds.
 
     ``frozen`` is an update whose freeze was stored and whose decision was not: without a record it is aborted (rule 6).
-    Decided updates are in ``stored.history``; the replicas that took part confirm when they come back. Returns the state
-    and the update that was aborted, to be written down.
+    Decided updates are in ``stored.history``; the replicas that took part confirm when they come back. Returns the
+    state and the update that was aborted, to be written down.
     """
     history = dict(stored.history)
     aborted: Update | None = None

@@ -346,7 +346,7 @@ def waits_on(u: Update | None, r: Replica) -> bool:
 
 
 def tick(tx: Tx) -> None:
-    """End leases. Silence makes a member SUSPECT; it is LOST once an update waits on it or its routing budget is over."""
+    """End leases. Silence makes a member SUSPECT, LOST once an update waits on it or its routing budget is over."""
     config = tx.state.config
     for r in list(tx.state.replicas.values()):
         u = tx.state.open

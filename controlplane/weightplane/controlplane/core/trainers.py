@@ -124,7 +124,7 @@ def _grant(tx: Tx, e: InitTransfer) -> Trainer:
     tx.say(f"generation {generation} granted to {e.trainer_id} (write {write_id})")
     if rewinding:
         tx.say(
-            f"training resumes at step {e.resume_step}, below {s.committed_step}: no replica is routable until it commits"
+            f"training resumes at {e.resume_step}, below {s.committed_step}: no replica is routable until it commits"
         )
         tx.push(s.replicas)
     tx.push_trainers()

@@ -457,7 +457,9 @@ def _finish_refusal(tx: Tx, u: Update, e: FinishUpdate) -> Failure | None:
         return Failure(Reason.INVALID_ARGUMENT, f"rank: expected 0..{t.world_size - 1}, found {e.rank}")
     missing = [c for c in u.channels if not progress.covered(u, c)]
     if u.phase is Phase.PREPARING or missing:
-        message = f"update {u.update_id} is {u.phase} and buckets of channels {missing or list(u.channels)} were never declared"
+        message = (
+            f"update {u.update_id} is {u.phase}; buckets of channels {missing or list(u.channels)} were not declared"
+        )
         return Failure(Reason.INCOMPLETE, message, phase=u.phase.value)
     if u.options.verify is not Verify.OFF and not all((c, e.rank) in u.digests_in for c in progress.live_channels(u)):
         need = [u.plans[c].plan_id for c in progress.live_channels(u) if (c, e.rank) not in u.digests_in]
