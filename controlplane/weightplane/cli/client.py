@@ -1,0 +1,169 @@
+"""Calls of the control plane from the command line: connecting, deadlines, and errors that say what to do next."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from weightplane.v1.agent_pb2_grpc import AgentServiceStub
+from weightplane.v1.common_pb2 import Failure as FailureMessage
+from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
+from weightplane.v1.weight_transfer_pb2_grpc import WeightTransferServiceStub
+
+from .exits import Exit
+from .output import emit_json, err
+
+__all__ = ["AddressOption", "Connection", "GroupOption", "JsonOption", "connect", "request_id"]
+
+DEFAULT_ADDRESS = "127.0.0.1:7450"
+
+AddressOption = Annotated[
+    str, typer.Option("--address", "-a", envvar="WEIGHTPLANE_ADDRESS", help="host:port of the control plane.")
+]
+GroupOption = Annotated[str, typer.Option("--group", "-g", envvar="WEIGHTPLANE_GROUP", help="The group.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+#: What to do next, by reason; the server's message already says what happened.
+_ADVICE = {
+    "UNKNOWN_GROUP": "weightplane status lists the groups; one is made by its first trainer or replica",
+    "UNKNOWN_REPLICA": "weightplane status --group G lists the replicas",
+    "UNKNOWN_UPDATE": "weightplane updates --group G lists the updates",
+    "TRAINER_HELD": "wait for the other trainer's lease to end, or take over with --takeover",
+    "NOT_ENOUGH_REPLICAS": "start replicas (weightplane inference-agent), and see weightplane status",
+    "UPDATE_IN_PROGRESS": "weightplane watch follows it; weightplane abort ends it",
+    "NO_TRANSPORT": "weightplane doctor on both hosts says which transport works and why not",
+    "UNAUTHENTICATED": "give a token with WEIGHTPLANE_TOKEN, or a certificate with --cert and --key",
+    "UNKNOWN_OUTCOME": "weightplane updates shows what became of it once a coordinator leads again",
+}
+
+_CODES = {
+    grpc.StatusCode.UNAVAILABLE: Exit.UNREACHABLE,
+    grpc.StatusCode.NOT_FOUND: Exit.NOT_FOUND,
+    grpc.StatusCode.UNAUTHENTICATED: Exit.DENIED,
+    grpc.StatusCode.PERMISSION_DENIED: Exit.DENIED,
+    grpc.StatusCode.ABORTED: Exit.FAILED,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Exit.UNKNOWN_OUTCOME,
+    grpc.StatusCode.CANCELLED: Exit.UNKNOWN_OUTCOME,
+    grpc.StatusCode.UNKNOWN: Exit.UNKNOWN_OUTCOME,
+    grpc.StatusCode.INTERNAL: Exit.UNEXPECTED,
+}
+
+
+def request_id() -> str:
+    """A fresh request_id; a retry of the same logical call must reuse it."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Stubs over one channel. ``timeout`` is the deadline of unary calls, seconds."""
+
+    address: str
+    fleet: FleetServiceStub
+    transfer: WeightTransferServiceStub
+    agent: AgentServiceStub
+    timeout: float = 10.0
+
+
+class _Token(grpc.AuthMetadataPlugin):
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+        callback((("authorization", f"Bearer {self._token}"),), None)
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel with what the environment says: WEIGHTPLANE_CA, _CERT, _KEY (PEM files), _TOKEN."""
+    options: list[tuple[str, int | str]] = [("grpc.max_receive_message_length", 16 << 20)]
+    ca, cert, key = (os.environ.get(f"WEIGHTPLANE_{n}", "") for n in ("CA", "CERT", "KEY"))
+    token = os.environ.get("WEIGHTPLANE_TOKEN", "")
+    if not ca:
+        if token:
+            return grpc.intercept_channel(grpc.insecure_channel(address, options=options), _BearerInterceptor(token))
+        return grpc.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(
+        Path(ca).read_bytes(),
+        Path(key).read_bytes() if key else None,
+        Path(cert).read_bytes() if cert else None,
+    )
+    if token:
+        credentials = grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(_Token(token)))
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+class _BearerInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Adds a token on plaintext channels (loopback), where gRPC's own call credentials are refused."""
+
+    def __init__(self, token: str) -> None:
+        self._entry = ("authorization", f"Bearer {token}")
+
+    def _with(self, details: grpc.ClientCallDetails) -> grpc.ClientCallDetails:
+        return details._replace(metadata=[*(details.metadata or ()), self._entry])  # type: ignore[attr-defined,no-any-return]
+
+    def intercept_unary_unary(self, continuation, client_call_details, request):  # type: ignore[no-untyped-def]
+        return continuation(self._with(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation, client_call_details, request):  # type: ignore[no-untyped-def]
+        return continuation(self._with(client_call_details), request)
+
+
+@contextmanager
+def connect(address: str, timeout: float = 10.0, as_json: bool = False) -> Iterator[Connection]:
+    """Connect, and turn every gRPC error inside the block into a message, an advice and a documented exit code."""
+    channel = open_channel(address)
+    try:
+        yield Connection(
+            address,
+            FleetServiceStub(channel),
+            WeightTransferServiceStub(channel),
+            AgentServiceStub(channel),
+            timeout,
+        )
+    except grpc.RpcError as error:
+        raise typer.Exit(_explain(error, address, as_json)) from None
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        raise typer.Exit(Exit.INTERRUPTED) from None
+    finally:
+        channel.close()
+
+
+def _explain(error: grpc.RpcError, address: str, as_json: bool) -> Exit:
+    code = error.code()
+    reason, failure = "", None
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    for detail in status.details if status is not None else ():
+        info, message = error_details_pb2.ErrorInfo(), FailureMessage()
+        if detail.Unpack(info):
+            reason = info.reason
+        elif detail.Unpack(message):
+            failure = message
+    exit_code = _CODES.get(code, Exit.REFUSED)
+    text = failure.message if failure is not None else str(error.details() or "")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        text = f"no control plane answers at {address}: {text}"
+        advice = "start one (weightplane controlplane), or name its address with --address or WEIGHTPLANE_ADDRESS"
+    else:
+        advice = _ADVICE.get(reason, "")
+    if as_json:
+        error_data = {"code": code.name, "reason": reason, "message": text, "next": advice, "exit": int(exit_code)}
+        emit_json({"error": error_data})
+    else:
+        err.print(f"[bold red]error[/] {code.name}{f' / {reason}' if reason else ''}: ", end="")
+        err.print(text, markup=False)
+        if failure is not None and failure.tensors:
+            err.print(f"  tensors ({failure.tensor_count}): {', '.join(failure.tensors)}", markup=False)
+        if advice:
+            err.print(f"  next: {advice}", markup=False)
+    return exit_code
