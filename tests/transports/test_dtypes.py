@@ -83,7 +83,7 @@ class _Wrapper(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         raise NotImplementedError
 
 

@@ -1,0 +1,79 @@
+"""Copies between byte spans and raw memory, cut anywhere: the inner loop of transports that move bytes by the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+__all__ = ["SpanCursor"]
+
+_LARGE = 32 << 10
+#: From here on the copy is long enough to free the GIL for; below, taking it back would cost more than the copy.
+_free = ctypes.CDLL(None).memmove
+_held = ctypes.PyDLL(None).memmove
+for _f in (_free, _held):
+    _f.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    _f.restype = ctypes.c_void_p
+
+
+class SpanCursor:
+    """A place in the bytes of ``spans``, which are contiguous 1-D uint8 CPU tensors and count as one buffer.
+
+    Keeps the spans alive. One thread. ``ValueError`` for a span that is not such a tensor.
+    """
+
+    __slots__ = ("_index", "_offset", "_parts", "_spans", "nbytes")
+
+    def __init__(self, spans: Sequence[torch.Tensor]) -> None:
+        self._spans = spans
+        self._parts: list[tuple[int, int]] = []
+        self.nbytes = 0
+        for i, span in enumerate(spans):
+            if span.dtype != torch.uint8 or span.device.type != "cpu" or span.dim() != 1 or not span.is_contiguous():
+                raise ValueError(
+                    f"span {i}: expected contiguous 1-D uint8 on the CPU, found {span.dtype} {span.device}"
+                )
+            n = span.numel()
+            if n:
+                self._parts.append((span.data_ptr(), n))
+                self.nbytes += n
+        self._index = self._offset = 0
+
+    def seek(self, position: int) -> None:
+        """Go to a byte position, 0 to ``nbytes``."""
+        self._index, self._offset = 0, position
+        for end in accumulate(n for _, n in self._parts):
+            if position < end:
+                return
+            self._index += 1
+            self._offset = position - end
+
+    def read(self, address: int, nbytes: int) -> None:
+        """Copy the next ``nbytes`` of the spans to ``address``."""
+        self._move(address, nbytes, False)
+
+    def write(self, address: int, nbytes: int) -> None:
+        """Copy ``nbytes`` from ``address`` into the spans."""
+        self._move(address, nbytes, True)
+
+    def _move(self, address: int, nbytes: int, into: bool) -> None:
+        parts, index, offset = self._parts, self._index, self._offset
+        while nbytes:
+            pointer, size = parts[index]
+            n = size - offset
+            if n > nbytes:
+                n = nbytes
+            copy = _free if n >= _LARGE else _held
+            if into:
+                copy(pointer + offset, address, n)
+            else:
+                copy(address, pointer + offset, n)
+            address += n
+            nbytes -= n
+            offset += n
+            if offset == size:
+                index, offset = index + 1, 0
+        self._index, self._offset = index, offset
