@@ -13,9 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from google.protobuf import descriptor_pb2
+from reference import updated
+
 ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
 BASELINE = PROTO / "baseline.binpb"
+PAGE = ROOT / "docs" / "protocol.md"
 BIN = Path(sys.executable).parent  # protoc's plugins and buf live beside this Python
 STUB_PATTERNS = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
@@ -48,6 +52,16 @@ def generate_into(target: Path) -> bool:
     return run(sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", *outputs, *proto_files())
 
 
+def page_now() -> str | None:
+    """docs/protocol.md as the comments of the .proto files make it now."""
+    with tempfile.TemporaryDirectory() as scratch:
+        image = Path(scratch) / "image.binpb"
+        options = [f"--descriptor_set_out={image}", "--include_source_info"]
+        if not run(sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", *options, *proto_files()):
+            return None
+        return updated(PAGE, descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()))
+
+
 def generate() -> list[str]:
     """Format the contract, regenerate every stub in place, remove stubs whose .proto file is gone."""
     if not proto_files():
@@ -68,6 +82,12 @@ def generate() -> list[str]:
             if not old.exists() or old.read_bytes() != new:
                 old.write_bytes(new)
                 print(f"wrote {name}")
+    page = page_now()
+    if page is None:
+        return ["the reference could not be made"]
+    if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page:
+        PAGE.write_text(page, encoding="utf-8")
+        print(f"wrote {PAGE.relative_to(ROOT)}")
     return []
 
 
@@ -107,6 +127,8 @@ def check() -> list[str]:
     if not buf("format", "--diff", "--exit-code"):
         problems.append("not formatted: run make proto")
     problems += drift()
+    if not PAGE.exists() or page_now() != PAGE.read_text(encoding="utf-8"):
+        problems.append("docs/protocol.md differs from the .proto files: run make proto and commit what it writes")
     if not BASELINE.exists():
         print(
             f"\n!!! {BASELINE.relative_to(ROOT)} IS ABSENT: INCOMPATIBLE CHANGES ARE NOT DETECTED !!!\n"
