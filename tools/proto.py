@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from google.protobuf import descriptor_pb2
-from reference import updated
+from reference import updated  # type: ignore[import-not-found]  # beside this script when it runs
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
@@ -59,7 +59,7 @@ def page_now() -> str | None:
         options = [f"--descriptor_set_out={image}", "--include_source_info"]
         if not run(sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", *options, *proto_files()):
             return None
-        return updated(PAGE, descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()))
+        return str(updated(PAGE, descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes())))
 
 
 def generate() -> list[str]:
