@@ -1,0 +1,9 @@
+"""``shm`` through the conformance kit, and what only it promises: segments, keys, quick detection, drop."""
+
+from __future__ import annotations
+
+from weightplane.transports.conformance.cases_data import *  # noqa: F403
+from weightplane.transports.conformance.cases_faults import *  # noqa: F403
+from weightplane.transports.conformance.cases_resources import *  # noqa: F403
+
+TRANSPORT = "shm"

@@ -1,0 +1,12 @@
+"""The conformance kit: what every transport must pass, run with real processes against any transport by its name.
+
+A third party's whole test module::
+
+    TRANSPORT = "mine"  # its name in the entry-point group "weightplane.transports"
+    from weightplane.transports.conformance.cases_data import *
+    from weightplane.transports.conformance.cases_faults import *
+    from weightplane.transports.conformance.cases_resources import *
+
+run with ``pytest -p weightplane.transports.conformance.plugin``. ``models`` makes the tensors, ``peer`` is a member's
+process, ``harness`` drives a fleet of them.
+"""

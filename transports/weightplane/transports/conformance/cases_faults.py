@@ -1,0 +1,178 @@
+"""Conformance: aborts, deaths and stops at named places end every call in time, and the survivors go on afterwards.
+
+A transport under test calls ``failpoints.hit("<name>.send.inside")`` and ``"<name>.receive.inside"`` at least once for
+every 2 MiB that it moves, between two parts of a bucket or right after one; the kit's own places (``kit.send.before``,
+``kit.send.after``, ``kit.receive.before``, ``kit.receive.after``) are around the calls.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+import pytest
+
+from .harness import Answer, Fleet, PeerError
+
+MakeFleet = Callable[..., Fleet]
+
+__all__ = [
+    "test_abort_at",
+    "test_abort_before_and_after_use",
+    "test_deadline_names_the_peer",
+    "test_killed_at",
+    "test_stopped_at",
+]
+
+MIB = 1 << 20
+TOTAL = 40 * MIB
+PLACES = [
+    ("s0", "kit.send.before", 3),
+    ("s0", "{}.send.inside", 5),
+    ("s0", "kit.send.after", 3),
+    ("r0", "kit.receive.before", 3),
+    ("r0", "{}.receive.inside", 5),
+    ("r0", "kit.receive.after", 3),
+]
+at_places = pytest.mark.parametrize(("victim", "place", "nth"), PLACES, ids=lambda v: str(v).replace("{}.", ""))
+Moves = dict[str, Future[Answer]]
+
+
+def broken(fleet: MakeFleet, victim: str, place: str, nth: int, action: str) -> tuple[Fleet, Moves, dict[str, Any]]:
+    """A fleet of one sender and two receivers in the middle of an update, in which ``victim`` has come to ``place``."""
+    f = fleet("blob:4:10485760", receivers=["full"] * 2, bucket_bytes=2 * MIB)
+    f.open()
+    f.update(1)
+    f.arm()
+    for future in f.each("fill", f.senders, seed=2).values():
+        future.result(60)
+    rule = {"name": place.format(f.transport), "nth": nth, "action": action}
+    f.peers[victim].call("failpoints", rules=[rule])
+    moves = f.move()
+    return f, moves, f.peers[victim].wait_event()
+
+
+def heal(f: Fleet, victim: str = "") -> None:
+    """After a fault: close in time, a fresh process for the victim, a new channel, and an exact update."""
+    took = f.close_channel([m for m in f.parts if m != victim])
+    assert max(took.values()) < 5, took
+    if victim:
+        f.replace(victim)
+    for peer in f.peers.values():
+        peer.call("failpoints", rules=[])
+    f.open()
+    f.update(3)
+
+
+def ended(moves: Moves, member: str, since: float, kinds: set[str]) -> PeerError:
+    """The member's call has failed as it should, within a second of ``since``."""
+    with pytest.raises(PeerError) as caught:
+        moves[member].result(10)
+    assert caught.value.kind in kinds, caught.value
+    assert caught.value.at - since <= 1.0, f"{member} took {caught.value.at - since:.2f} s"
+    return caught.value
+
+
+def poll(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for a condition of another process."""
+    end, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "the condition never came"
+        pause.wait(0.005)
+
+
+@at_places
+def test_abort_at(fleet: MakeFleet, victim: str, place: str, nth: int) -> None:
+    """Abort from another thread, of those that wait for the victim and of the victim itself, inside and out."""
+    f, moves, _ = broken(fleet, victim, place, nth, "hold")
+    others = [m for m in f.parts if m != victim]
+    for member in others:
+        since = time.monotonic()
+        assert f.peers[member].call("abort", 5, channel=f.channel, reason="the test says so") < 0.5
+        error = ended(moves, member, since, {"ChannelAborted", "PeerLost"})
+        assert error.kind != "ChannelAborted" or "the test says so" in error.text
+    since = time.monotonic()
+    f.peers[victim].call("abort", 5, channel=f.channel, reason="the test says so")
+    f.peers[victim].call("release")
+    ended(moves, victim, since, {"ChannelAborted"})
+    for member in f.parts:
+        with pytest.raises(PeerError, match="the test says so") as caught:
+            f.arm("u-after", [member])
+        assert caught.value.kind == "ChannelAborted"
+    heal(f)
+
+
+def test_abort_before_and_after_use(fleet: MakeFleet) -> None:
+    """Abort before arm, twice, and after close: never an error of its own, and always final."""
+    f = fleet("blob:2:1000", bucket_bytes=1000)
+    f.open()
+    for member, peer in f.peers.items():
+        for reason in ("first", "second"):
+            peer.call("abort", 5, channel=f.channel, reason=reason)
+        with pytest.raises(PeerError, match="first") as caught:
+            f.arm("u-1", [member])
+        assert caught.value.kind == "ChannelAborted"
+    for peer in f.peers.values():
+        peer.call("keep_closed", channel=f.channel)
+        peer.call("abort", 5, channel=f.channel, reason="late")
+    heal(f)
+
+
+@at_places
+def test_killed_at(fleet: MakeFleet, victim: str, place: str, nth: int) -> None:
+    """SIGKILL: survivors raise ``PeerLost`` that names the victim, or leave within a second of being aborted."""
+    f, moves, event = broken(fleet, victim, place, nth, "kill")
+    f.peers[victim].process.wait(20)
+    assert f.peers[victim].process.returncode == -signal.SIGKILL
+    survivors = [m for m in f.parts if m != victim]
+    wait([moves[m] for m in survivors], 2)
+    for member in survivors:
+        if moves[member].done():
+            error = ended(moves, member, event["at"] + 1, {"PeerLost"})
+            assert error.peers == (victim,)
+        else:
+            since = time.monotonic()
+            f.peers[member].call("abort", 5, channel=f.channel, reason="a peer died")
+            ended(moves, member, since, {"ChannelAborted", "PeerLost"})
+    heal(f, victim)
+
+
+@at_places
+def test_stopped_at(fleet: MakeFleet, victim: str, place: str, nth: int) -> None:
+    """SIGSTOP in mid-update: others wait (the deadline is far) until aborted, then leave within a second."""
+    f, moves, _ = broken(fleet, victim, place, nth, "stop")
+    survivors = [m for m in f.parts if m != victim]
+    watched = f.peers["r1"]
+    before = TOTAL  # landed in the update before
+    poll(lambda: watched.call("landed", channel=f.channel) > before)
+    assert not moves["r1"].done() and watched.call("landed", channel=f.channel) < before + TOTAL
+    for member in survivors:
+        since = time.monotonic()
+        f.peers[member].call("abort", 5, channel=f.channel, reason="a peer is stuck")
+        ended(moves, member, since, {"ChannelAborted", "PeerLost"})
+    assert f.peers[victim].alive
+    heal(f, victim)
+
+
+@pytest.mark.parametrize("victim", ["s0", "r0"])
+def test_deadline_names_the_peer(fleet: MakeFleet, victim: str) -> None:
+    """With nobody to abort it, a blocked call ends at the deadline and says whom it waited for, and in which bucket."""
+    f = fleet("blob:4:10485760", bucket_bytes=2 * MIB)
+    f.open()
+    f.arm(deadline_s=1.5)
+    end = time.monotonic() + 1.5
+    other = "r0" if victim == "s0" else "s0"
+    place = "kit.send.before" if victim == "s0" else "kit.receive.before"
+    f.peers[victim].call("failpoints", rules=[{"name": place, "nth": 3, "action": "hold"}])
+    moves = f.move()
+    f.peers[victim].wait_event()
+    error = ended(moves, other, end, {"ChannelTimeout"})
+    assert error.peers == (victim,) and error.bucket >= 2
+    f.peers[victim].call("release")
+    with pytest.raises(PeerError):
+        moves[victim].result(10)
+    heal(f)

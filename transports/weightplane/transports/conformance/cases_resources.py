@@ -1,0 +1,69 @@
+"""Conformance: nothing grows, and waiting costs no processor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from .harness import Fleet
+
+MakeFleet = Callable[..., Fleet]
+
+__all__ = ["test_fifty_updates_grow_nothing", "test_opening_and_closing_grows_nothing", "test_waiting_is_idle"]
+
+COUNTED = ("fds", "threads", "os_threads", "maps")
+RSS_SLACK_KIB = 16 << 10
+
+
+def _compare(f: Fleet, before: dict[str, dict[str, int]]) -> None:
+    for member, peer in f.peers.items():
+        now = peer.call("stats")
+        grown = {k: (before[member][k], now[k]) for k in COUNTED if now[k] > before[member][k]}
+        assert not grown, f"{member}: {grown}"
+        assert now["rss_kib"] < before[member]["rss_kib"] + RSS_SLACK_KIB, member
+
+
+def _stats(f: Fleet) -> dict[str, dict[str, int]]:
+    return {m: p.call("stats") for m, p in f.peers.items()}
+
+
+def test_fifty_updates_grow_nothing(fleet: MakeFleet) -> None:
+    """Descriptors, threads, mappings and memory after 50 updates on one channel."""
+    f = fleet("blob:5:1000001", receivers=["full"] * 2)
+    f.open()
+    for seed in range(5):
+        f.update(seed)
+    before = _stats(f)
+    for seed in range(50):
+        f.update(seed)
+    _compare(f, before)
+
+
+def test_opening_and_closing_grows_nothing(fleet: MakeFleet) -> None:
+    """The same over channels opened, used, aborted or not, and closed."""
+    f = fleet("blob:3:1000", receivers=["full"] * 2)
+    before: dict[str, dict[str, int]] = {}
+    for round_ in range(25):
+        if round_ == 5:
+            before = _stats(f)
+        f.open()
+        f.update(round_)
+        if round_ % 2:
+            for peer in f.peers.values():
+                peer.call("abort", channel=f.channel, reason="a round of the test")
+        f.close_channel()
+    _compare(f, before)
+
+
+def test_waiting_is_idle(fleet: MakeFleet) -> None:
+    """A receiver that waits two seconds for bytes uses less than a tenth of a core."""
+    f = fleet("blob:3:1000")
+    f.open()
+    f.arm()
+    moves = f.move(f.receivers)
+    before = f.peers["r0"].call("stats")["cpu_s"]
+    threading.Event().wait(2)  # the time itself is what is measured
+    used = f.peers["r0"].call("stats")["cpu_s"] - before
+    f.move(f.senders)["s0"].result(30)
+    moves["r0"].result(30)
+    assert used < 0.2, f"{used:.3f} s of processor in 2 s"
