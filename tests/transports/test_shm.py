@@ -7,3 +7,4 @@ from weightplane.transports.conformance.cases_faults import *  # noqa: F403
 from weightplane.transports.conformance.cases_resources import *  # noqa: F403
 
 TRANSPORT = "shm"
+pytest_plugins = ["weightplane.transports.conformance.plugin"]

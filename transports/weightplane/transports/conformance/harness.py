@@ -189,7 +189,7 @@ class Fleet:
     """Senders ``s0..`` and receivers ``r0..`` of one model, one channel at a time.
 
     ``senders`` / ``receivers`` list each member's part (``models.box_of``). Seeds give the model's values; the
-    channel's deadline is ``deadline_s`` from each arm. ``transport`` is the bare name, as in failpoints.
+    channel's deadline is ``deadline_s`` from each arm. ``transport`` is the name that the peers know it by.
     """
 
     def __init__(
@@ -205,9 +205,7 @@ class Fleet:
         shared_ties: bool = False,
     ) -> None:
         self._pool, self.model = pool, model
-        self.transport = (
-            pool.transport if ":" not in pool.transport else pool.transport.rpartition(".")[2].split(":")[0]
-        )
+        self.transport = ""
         self.parts = {f"s{i}": p for i, p in enumerate(senders)} | {f"r{i}": p for i, p in enumerate(receivers)}
         self.senders = [f"s{i}" for i in range(len(senders))]
         self.receivers = [f"r{i}" for i in range(len(receivers))]
@@ -230,7 +228,8 @@ class Fleet:
     def _prepare(self, member: str) -> None:
         peer = self.peers[member]
         peer.member = member
-        self.offers[member] = peer.call("start", transport=self._pool.transport, member=member)
+        started = peer.call("start", transport=self._pool.transport, member=member)
+        self.offers[member], self.transport = started["offer"], started["name"]
 
     def _loading(self, members: Sequence[str] | dict[str, str]) -> list[Future[Answer]]:
         return [

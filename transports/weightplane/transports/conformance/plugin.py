@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what is large unless asked for."""
-    if not config.getoption("--large"):
+    if not config.getoption("--large", default=False):
         for item in items:
             if item.get_closest_marker("large"):
                 item.add_marker(pytest.mark.skip(reason="needs many GiB of memory; run with --large"))
@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each case for the module's transport, or for those of the command line."""
     if "transport_name" in metafunc.fixturenames:
         named = getattr(metafunc.module, "TRANSPORT", None)
-        names = [named] if named else metafunc.config.getoption("--transport")
+        names = [named] if named else metafunc.config.getoption("--transport", default=[])
         metafunc.parametrize("transport_name", names, scope="session")
 
 
