@@ -1,0 +1,277 @@
+"""``torch_module``: any ``nn.Module`` as an inference engine.
+
+It holds every parameter and persistent buffer under every name (tied ones once, under both); non-persistent buffers
+are never touched. Live tensors keep their ``data_ptr`` for ever; writing raises ``tensor._version``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from weightplane.controlplane import failpoints
+from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Evidence, Held, Mode, PauseMode
+from weightplane.controlplane.core.placement import Box, full_box
+
+from .arena import Arena, StagingRefused
+from .base import Description, EngineError, EngineUpdate, GatedEngine, LocalTensors, VersionTag, WorkerDevice
+from .fit import fit
+from .live import LiveTensor, bump_version, collect, copy_bits
+from .sharding import BoxOf
+
+__all__ = ["PostUpdateHook", "TorchModuleEngine"]
+
+#: Called with each worker's module after its live tensors were written, generation paused: refresh derived copies.
+PostUpdateHook = Callable[[nn.Module], None]
+
+
+class TorchModuleEngine(GatedEngine):
+    """One module per worker, all in this process.
+
+    ``staged``: reserve staging memory of the model's size now; where that fails the engine is in place only and says
+    why. ``boxes``: which box of each manifest entry a worker's tensor is (default: the whole; see ``cut``).
+    ``allow_extra`` / ``allow_missing``: name patterns (``fnmatch``) that a manifest may bring in vain / may leave out;
+    everything else must match both ways. ``on_cache``: called with the policy at each commit; raising makes the
+    replica DIRTY. Without it only CLEAR is offered: whoever keeps caches drops them when the tag changes.
+    """
+
+    name = f"torch_module (torch {torch.__version__})"
+
+    def __init__(
+        self,
+        module: nn.Module | Sequence[nn.Module],
+        *,
+        staged: bool = True,
+        boxes: BoxOf | None = None,
+        allow_extra: Sequence[str] = (),
+        allow_missing: Sequence[str] = (),
+        hooks: Iterable[PostUpdateHook] = (),
+        on_cache: Callable[[CachePolicy], None] | None = None,
+        cache_policies: Sequence[CachePolicy] = (CachePolicy.CLEAR,),
+        staging_limit: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.modules = [module] if isinstance(module, nn.Module) else list(module)
+        if not self.modules:
+            raise ValueError("an engine needs at least one module")
+        if on_cache is None and set(cache_policies) != {CachePolicy.CLEAR}:
+            raise ValueError("cache policies other than CLEAR need on_cache")
+        self.hooks = list(hooks)
+        self.cache_epoch = 0
+        self._boxes = boxes or (lambda meta, _: full_box(meta.shape))
+        self._extra, self._missing = tuple(allow_extra), tuple(allow_missing)
+        self._on_cache, self._policies = on_cache, tuple(cache_policies)
+        self._wants_staging, self._limit = staged, staging_limit
+        self._held = NONE_HELD
+        self._update: EngineUpdate | None = None
+        self._targets: list[LocalTensors] = []
+        self._taken: list[list[tuple[LiveTensor, torch.Tensor | None]]] = []
+        self._layout = 0
+        self._seen: tuple[object, ...] = ()
+        self._live: list[list[LiveTensor]] = []
+        self._arenas: list[Arena] = []
+        self._refusal = "" if staged else "staging was turned off for this engine"
+        self.layout()
+
+    # --- what it is and holds
+
+    @property
+    def workers(self) -> tuple[WorkerDevice, ...]:
+        """One per module; the device of its first tensor."""
+        out = []
+        for live in self._live:
+            device = live[0].tensor.device if live else torch.device("cpu")
+            cuda = device.type == "cuda"
+            uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) if cuda else ""
+            out.append(WorkerDevice(device.type, uuid))
+        return tuple(out)
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """STAGED first where its memory is reserved."""
+        return (Mode.IN_PLACE,) if self._refusal else (Mode.STAGED, Mode.IN_PLACE)
+
+    @property
+    def staging_refusal(self) -> str:
+        """See ``Engine``."""
+        return self._refusal
+
+    @property
+    def cache_policies(self) -> tuple[CachePolicy, ...]:
+        """As given."""
+        return self._policies
+
+    @property
+    def evidence(self) -> Evidence:
+        """LIVE: its layout is the manifest's, or a cut of it."""
+        return Evidence.LIVE
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes reserved for staging, all workers."""
+        return sum(a.nbytes for a in self._arenas)
+
+    def held(self) -> tuple[Held, ...]:
+        """See ``Engine``."""
+        return (self._held,) * len(self.modules)
+
+    def layout(self) -> int:
+        """See ``Engine``. Reserves staging anew when it changed. ``TypeError`` names a tensor that cannot travel."""
+        live = [collect(m) for m in self.modules]
+        seen = tuple(
+            (t.names, t.dtype, t.tensor.data_ptr(), tuple(t.tensor.shape), t.tensor.stride()) for w in live for t in w
+        )
+        if seen != self._seen or not self._layout:
+            self._seen, self._live = seen, live
+            self._layout += 1
+            self._reserve()
+        return self._layout
+
+    def _reserve(self) -> None:
+        self._arenas = []
+        if not self._wants_staging:
+            return
+        self._refusal = ""
+        try:
+            for live in self._live:
+                self._arenas.append(Arena([t.tensor for t in live], self._limit))
+        except StagingRefused as e:
+            self._arenas, self._refusal = [], str(e)
+
+    def describe(self, manifest: Manifest, members: Sequence[str]) -> Description:
+        """See ``Engine``."""
+        return fit(manifest, members, self._live, self._boxes, self._extra, self._missing)
+
+    # --- an update
+
+    def begin(self, update: EngineUpdate) -> None:
+        """See ``Engine``."""
+        if self._update is not None:
+            self.abort(self._update.update_id, False, f"update {update.update_id} begins")
+        if update.mode not in self.modes:
+            raise EngineError(f"mode {update.mode} is not possible: {self._refusal}")
+        if update.cache not in self._policies:
+            raise EngineError(f"cache policy {update.cache}: this engine has {', '.join(self._policies)}")
+        staged = update.mode is Mode.STAGED
+        self._targets, self._taken = [], []
+        for w, worker in enumerate(self._live):
+            targets: dict[int, tuple[torch.Tensor, Box]] = {}
+            taken: list[tuple[LiveTensor, torch.Tensor | None]] = []
+            for i, live in enumerate(worker):
+                slot = self._arenas[w].staged[i] if staged else None
+                indices = [k for n in live.names if (k := update.manifest.index.get(n)) is not None]
+                for index in indices:
+                    box = self._boxes(update.manifest.tensors[index], w)
+                    targets[index] = (live.tensor if slot is None else slot, box)
+                if indices:
+                    taken.append((live, slot))
+            self._targets.append(targets)
+            self._taken.append(taken)
+        self._update = update
+
+    def targets(self, worker: int) -> LocalTensors:
+        """See ``Engine``."""
+        return self._targets[worker]
+
+    def live(self, worker: int) -> LocalTensors:
+        """See ``Engine``."""
+        u = self._open()
+        out: dict[int, tuple[torch.Tensor, Box]] = {}
+        for live, _ in self._taken[worker]:
+            for name in live.names:
+                index = u.manifest.index.get(name)
+                if index is not None:
+                    out[index] = (live.tensor, self._boxes(u.manifest.tensors[index], worker))
+        return out
+
+    def _open(self, update_id: str = "") -> EngineUpdate:
+        u = self._update
+        if u is None or (update_id and u.update_id != update_id):
+            raise EngineError(f"update {update_id!r} is not open here (open: {u.update_id if u else 'none'})")
+        return u
+
+    def writing(self, update_id: str) -> None:
+        """See ``Engine``."""
+        u = self._open(update_id)
+        if u.mode is not Mode.IN_PLACE:
+            raise EngineError(f"update {update_id} is staged: nothing is written before the apply")
+        if not self.holders():
+            raise EngineError("live weights are written while generation is paused only")
+        self._fence(f"update {update_id} is being written in place")
+
+    def _fence(self, why: str) -> None:
+        """Mixed from here on. Held with KEEP: requests in flight may go on if it ends well."""
+        self._mixed = self._mixed or why
+        self.gate.pause("dirty", PauseMode.KEEP)
+
+    def prepare(self, update_id: str) -> None:
+        """See ``Engine``."""
+        u = self._open(update_id)
+        self._same_layout()
+        if u.mode is Mode.IN_PLACE:
+            with self.gate.exclusive():
+                bump_version(live.tensor for worker in self._taken for live, _ in worker)
+                self._post_process()
+
+    def _same_layout(self) -> None:
+        before = self._layout
+        if self.layout() != before:
+            raise EngineError("live tensors moved or changed shape or dtype since the update began")
+
+    def apply(self, update_id: str) -> None:
+        """See ``Engine``."""
+        u = self._open(update_id)
+        if u.mode is not Mode.STAGED:
+            raise EngineError(f"update {update_id} is in place: it was applied as it came")
+        with self.gate.exclusive():
+            self._fence(f"update {update_id} is being applied")
+            for worker in self._taken:
+                for live, slot in worker:
+                    assert slot is not None
+                    failpoints.hit("replica.apply.inside")
+                    copy_bits(live.tensor, slot)
+            self._post_process()
+
+    def _post_process(self) -> None:
+        for module in self.modules:
+            for hook in self.hooks:
+                with torch.no_grad():
+                    hook(module)
+
+    def commit(self, update_id: str) -> None:
+        """See ``Engine``."""
+        u = self._open(update_id)
+        with self.gate.exclusive():
+            if self._on_cache is not None:
+                self._on_cache(u.cache)
+            self.cache_epoch += u.cache is CachePolicy.CLEAR
+            incarnation = self.gate.tag.incarnation
+            self._held = u.held
+            self.gate.relabel(VersionTag(u.version, u.update_id, u.trainer_step, u.lineage, incarnation))
+            self._mixed = ""
+        self._forget()
+        self.gate.resume("dirty")
+
+    def abort(self, update_id: str, wrote: bool, reason: str) -> None:
+        """See ``Engine``."""
+        u = self._update
+        if u is None or (update_id and u.update_id != update_id):
+            return
+        if wrote or (self._mixed and not update_id):
+            self.spoil(reason)
+        elif u.mode is Mode.IN_PLACE and self._mixed.startswith(f"update {u.update_id} "):
+            self._mixed = ""  # fenced for it, and not one byte came
+            self.gate.resume("dirty")
+        self._forget()
+
+    def spoil(self, reason: str) -> None:
+        """Declare live memory mixed: nothing is held, generation is fenced until a full update commits."""
+        self._held = NONE_HELD
+        self.soil(reason)
+
+    def _forget(self) -> None:
+        self._update = None
+        self._targets, self._taken = [], []
