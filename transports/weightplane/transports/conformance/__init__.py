@@ -11,3 +11,9 @@ A third party's whole test module::
 It is run with ``pytest``. A transport that is not installed yet goes by ``module:Class``. ``models`` makes the tensors,
 ``peer`` is a member's process, ``harness`` drives a fleet of them; ``cases_faults`` says which failpoints are expected.
 """
+
+import sys
+
+if "pytest" in sys.modules:  # before the cases are imported; the peers run without pytest
+    for _name in ("cases_data", "cases_faults", "cases_resources", "harness"):
+        sys.modules["pytest"].register_assert_rewrite(f"{__name__}.{_name}")

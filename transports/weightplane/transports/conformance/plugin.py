@@ -11,13 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite(
-    "weightplane.transports.conformance.cases_data",
-    "weightplane.transports.conformance.cases_faults",
-    "weightplane.transports.conformance.cases_resources",
-    "weightplane.transports.conformance.harness",
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--transport`` and ``--large``."""
