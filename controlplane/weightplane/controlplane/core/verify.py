@@ -1,0 +1,194 @@
+"""Whether what workers hold is what the trainer sent: receipts against the plan and the expected digests. Pure.
+
+**Counts** are compared at every level but are never proof of content: payload bytes must equal the plan's for that
+worker; elements written (where the evidence claims CONSUMED or LIVE) must equal the elements of its regions, each
+counted once however many names it has. **Digests** are compared for every region (FULL) or for a sample (SAMPLED).
+The sample is drawn from the update's id, which is minted after the trainer's weights are fixed: both sides compute it
+by ``sampled_regions`` and hash the regions in it; the other slots of the packed field hold 0 and are not looked at.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .manifest import DTYPE_BYTES, Manifest
+from .model import Evidence, Verify
+from .placement import box_text
+from .plan import Plan
+from .reasons import Failure, Reason
+
+__all__ = ["PlanIndex", "WorkerReceipt", "compare", "sampled_regions"]
+
+_MASK = (1 << 64) - 1
+
+
+def sampled_regions(update_id: str, regions: int) -> list[int]:
+    """Indices (into ``Plan.regions``, rising) that SAMPLED hashes: one in sixteen, at least 16, at most 4096.
+
+    splitmix64, seeded by the FNV-1a hash of the update's id, drives a selection by Floyd: any language can repeat it.
+    """
+    count = min(regions, max(16, min(4096, regions // 16)))
+    seed = 0xCBF29CE484222325
+    for byte in update_id.encode():
+        seed = (seed ^ byte) * 0x100000001B3 & _MASK
+    chosen: set[int] = set()
+    for j in range(regions - count, regions):
+        seed = (seed + 0x9E3779B97F4A7C15) & _MASK
+        z = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+        pick = (z ^ (z >> 31)) % (j + 1)
+        chosen.add(j if pick in chosen else pick)
+    return sorted(chosen)
+
+
+@dataclass(frozen=True)
+class PlanIndex:
+    """A plan's regions by sender and by receiver, worked out once."""
+
+    plan: Plan
+
+    @cached_property
+    def _by_sender(self) -> dict[str, array[int]]:
+        out: dict[str, array[int]] = {}
+        for i, r in enumerate(self.plan.regions):
+            out.setdefault(r.sender, array("q")).append(i)
+        return out
+
+    @cached_property
+    def _by_receiver(self) -> dict[str, array[int]]:
+        by_set: dict[tuple[str, ...], array[int]] = {}
+        for i, r in enumerate(self.plan.regions):
+            by_set.setdefault(r.receivers, array("q")).append(i)
+        out: dict[str, array[int]] = {}
+        for receivers, indices in by_set.items():
+            for member in receivers:
+                out[member] = indices if member not in out else array("q", sorted((*out[member], *indices)))
+        return out
+
+    @cached_property
+    def bytes_for(self) -> dict[str, int]:
+        """Payload bytes per receiving member."""
+        return {m: sum(self.plan.regions[i].nbytes for i in ix) for m, ix in self._by_receiver.items()}
+
+    def sent_by(self, sender: str) -> Sequence[int]:
+        """Indices of the regions that ``sender`` sends, in plan order."""
+        return self._by_sender.get(sender, array("q"))
+
+    def received_by(self, member: str) -> Sequence[int]:
+        """Indices of the regions that ``member`` receives, in plan order."""
+        return self._by_receiver.get(member, array("q"))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReceipt:
+    """One worker's complete receipt. ``digests`` are of its regions, in plan order; none when nothing is hashed."""
+
+    plan_id: str
+    evidence: Evidence
+    bytes_received: int
+    elements_written: int
+    digests: Sequence[int]
+
+
+def compare(
+    manifest: Manifest,
+    index: PlanIndex,
+    update_id: str,
+    verify: Verify,
+    expected: Mapping[str, Sequence[int]],
+    members: Sequence[str],
+    receipts: Mapping[str, WorkerReceipt],
+) -> tuple[Evidence, Failure | None]:
+    """The weakest evidence of these workers, and what is wrong if anything is. ``expected``: digests by sender."""
+    weakest = Evidence.LIVE
+    for member in members:
+        receipt = receipts.get(member)
+        failure = _counts(manifest, index, member, receipt)
+        if failure is not None:
+            return Evidence.NONE, failure
+        assert receipt is not None
+        weakest = min(weakest, receipt.evidence)
+        if receipt.evidence is Evidence.NONE:
+            return Evidence.NONE, Failure(
+                Reason.INCOMPLETE, f"{member}: expected a receipt with evidence, found none", member
+            )
+    if verify is Verify.OFF:
+        return weakest, None
+    table = _expected_by_region(index, expected)
+    if isinstance(table, Failure):
+        return Evidence.NONE, table
+    sample = frozenset(sampled_regions(update_id, len(table))) if verify is Verify.SAMPLED else None
+    for member in members:
+        failure = _digests(manifest, index, member, table, receipts[member].digests, sample)
+        if failure is not None:
+            return Evidence.NONE, failure
+    return weakest, None
+
+
+def _counts(manifest: Manifest, index: PlanIndex, member: str, receipt: WorkerReceipt | None) -> Failure | None:
+    if receipt is None:
+        return Failure(Reason.INCOMPLETE, f"{member} voted without a complete receipt: PutReceipt comes first", member)
+    if receipt.plan_id != index.plan.id:
+        message = f"{member}: expected a receipt of plan {index.plan.id}, found one of {receipt.plan_id!r}"
+        return Failure(Reason.INCOMPLETE, message, member)
+    want = index.bytes_for.get(member, 0)
+    if receipt.bytes_received != want:
+        message = f"{member}: expected {want} payload bytes, found {receipt.bytes_received} in place"
+        return Failure(Reason.INCOMPLETE, message, member)
+    if receipt.evidence >= Evidence.CONSUMED:
+        elements = sum(_elements(manifest, index.plan, i) for i in index.received_by(member))
+        if receipt.elements_written != elements:
+            message = f"{member}: expected {elements} elements written by the engine, found {receipt.elements_written}"
+            return Failure(Reason.INCOMPLETE, message, member)
+    return None
+
+
+def _elements(manifest: Manifest, plan: Plan, region: int) -> int:
+    r = plan.regions[region]
+    return r.nbytes // DTYPE_BYTES[manifest.tensors[r.tensor].dtype]
+
+
+def _expected_by_region(index: PlanIndex, expected: Mapping[str, Sequence[int]]) -> array[int] | Failure:
+    """Expected digests in the order of ``Plan.regions``."""
+    table = array("Q", bytes(8 * len(index.plan.regions)))
+    for sender in sorted({r.sender for r in index.plan.regions}):
+        regions, digests = index.sent_by(sender), expected.get(sender)
+        if digests is None or len(digests) != len(regions):
+            found = "none" if digests is None else str(len(digests))
+            message = f"{sender}: expected {len(regions)} digests of plan {index.plan.id}, found {found}"
+            return Failure(Reason.DIGESTS_REQUIRED, message, sender)
+        for i, digest in zip(regions, digests, strict=True):
+            table[i] = digest
+    return table
+
+
+def _digests(
+    manifest: Manifest,
+    index: PlanIndex,
+    member: str,
+    table: array[int],
+    found: Sequence[int],
+    sample: frozenset[int] | None,
+) -> Failure | None:
+    regions = index.received_by(member)
+    if len(found) != len(regions):
+        message = f"{member}: expected {len(regions)} digests, found {len(found)}: a region was not hashed"
+        return Failure(Reason.INCOMPLETE, message, member)
+    wrong = [
+        i for i, digest in zip(regions, found, strict=True) if digest != table[i] and (sample is None or i in sample)
+    ]
+    if not wrong:
+        return None
+    names = list(dict.fromkeys(manifest.tensors[index.plan.regions[i].tensor].name for i in wrong))
+    by_region = dict(zip(regions, found, strict=True))
+    first = index.plan.regions[wrong[0]]
+    message = (
+        f"{member}: {len(wrong)} of {len(regions)} regions differ from the trainer's, in {len(names)} tensor(s): "
+        f"{', '.join(map(repr, names[:5]))}{' and more' if len(names) > 5 else ''}. First: {names[0]!r}, box "
+        f"{box_text(first.box)} from {first.sender}: expected digest {table[wrong[0]]:016x}, "
+        f"found {by_region[wrong[0]]:016x}"
+    )
+    return Failure(Reason.DIGEST_MISMATCH, message, member, "", tuple(names[:5]), len(names))

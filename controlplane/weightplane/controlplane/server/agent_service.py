@@ -1,0 +1,308 @@
+"""AgentService: sessions of replicas and trainer ranks, and what they fetch and deliver by id."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from weightplane.controlplane.core.events import Leave, RankHello, WorkerPlacement
+from weightplane.controlplane.core.model import Phase, Verify
+from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.v1 import agent_pb2, agent_pb2_grpc
+
+from . import convert, fields, pages, project
+from .artifacts import Pages, Receipt
+from .calls import CALLER
+from .coordinator import Coordinator
+from .enums import EVIDENCE
+from .fields import between, invalid, refuse
+from .runtime import Group, Session
+from .security import Role
+
+__all__ = ["MAX_MESSAGE", "AgentService"]
+
+log = logging.getLogger("weightplane.controlplane")
+
+#: A session's messages are small: what is large travels by id.
+MAX_MESSAGE = 64 << 10
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AgentService(agent_pb2_grpc.AgentServiceServicer):
+    """See agent.proto."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    # --- sessions ---
+
+    async def Session(  # type: ignore[override]  # by the context: half the cost of iterators
+        self, _requests: AsyncIterator[agent_pb2.SessionRequest], context: _Context
+    ) -> None:
+        """One stream of one member, from hello to the end."""
+        first = await context.read()
+        if not isinstance(first, agent_pb2.SessionRequest):
+            return
+        hello = _hello(first)
+        group = self._coordinator.ensure(hello.group)
+        if hello.kind == agent_pb2.SESSION_KIND_HEARTBEAT:
+            session = group.open_session(hello.agent_id, "heartbeat")
+            serve = [_beats(group, hello, context)]
+        elif hello.HasField("trainer"):
+            session = await _open_rank(group, hello)
+            serve = [_beats(group, hello, context), _tell_rank(group, hello, session, context)]
+        else:
+            session = _open_replica(group, hello)
+            serve = [_reports(group, hello, session, context), _tell_replica(group, hello, session, context)]
+        try:
+            await context.write(_welcome(group, session))
+            await _first_to_end(session, serve)
+        finally:
+            group.close_session(session)
+
+    # --- by id ---
+
+    async def GetManifest(
+        self, request: agent_pb2.GetManifestRequest, context: _Context
+    ) -> agent_pb2.GetManifestResponse:
+        """A page of a manifest."""
+        manifest = self._group(request.group).artifacts.manifest(request.manifest_id)
+        between("first", request.first, 0, max(len(manifest) - 1, 0))
+        return pages.manifest_page(manifest, request.first)
+
+    async def GetPlan(
+        self, request: agent_pb2.AgentServiceGetPlanRequest, context: _Context
+    ) -> agent_pb2.AgentServiceGetPlanResponse:
+        """A page of a plan."""
+        page = await pages.plan_page(self._group(request.group).artifacts, request.plan_id, request.page)
+        return agent_pb2.AgentServiceGetPlanResponse(page=page)
+
+    async def PutWorkerPlacement(
+        self, request: agent_pb2.PutWorkerPlacementRequest, context: _Context
+    ) -> agent_pb2.PutWorkerPlacementResponse:
+        """A page of what one worker holds of a manifest."""
+        group = self._group(request.group)
+        worker = _worker_of(group, request.replica_id, request.incarnation, request.placement.member)
+        placement_id = await group.artifacts.put_placement(
+            request.manifest_id, request.placement.member, request.placement, request.first, request.total
+        )
+        if placement_id:
+            group.submit(
+                WorkerPlacement(request.replica_id, request.incarnation, request.manifest_id, worker, placement_id)
+            )
+        return agent_pb2.PutWorkerPlacementResponse(placement_id=placement_id)
+
+    async def PutReceipt(self, request: agent_pb2.PutReceiptRequest, context: _Context) -> agent_pb2.PutReceiptResponse:
+        """A page of what one worker received and applied."""
+        group, r = self._group(request.group), request.receipt
+        if request.epoch != group.state.epoch:
+            refuse(Reason.WRONG_PHASE, f"epoch: expected {group.state.epoch}, found {request.epoch}: resync first")
+        _worker_of(group, request.replica_id, request.incarnation, r.member)
+        u = group.find(r.update_id)
+        part = u.parts.get(request.replica_id) if u is not None else None
+        if u is None or part is None or part.incarnation != request.incarnation:
+            message = f"replica {request.replica_id} takes no part in an update {r.update_id!r}"
+            refuse(Reason.UNKNOWN_UPDATE, message, request.replica_id)
+        if u.closed or u.phase not in (Phase.PREPARING, Phase.TRANSFERRING, Phase.VERIFYING):
+            failure = u.failure or Failure(Reason.WRONG_PHASE, f"update {u.update_id} is {u.phase}: no receipt counts")
+            raise group.refusal(failure, u.update_id)
+        plan = u.plans.get(part.channel_id)
+        if plan is None or plan.plan_id != r.plan_id:
+            invalid("receipt.plan_id", plan.plan_id if plan is not None else "a plan that is made", r.plan_id)
+        receipt = Receipt(
+            r.plan_id,
+            EVIDENCE.core("receipt.evidence", r.evidence),
+            between("receipt.bytes_received", r.bytes_received, 0, 1 << 62),
+            between("receipt.elements_written", r.elements_written, 0, 1 << 62),
+            Pages(between("receipt.total", r.total, 0, 1 << 30)),
+        )
+        off = u.options.verify is Verify.OFF
+        complete = group.artifacts.put_receipt(u.update_id, r.member, receipt, r.first, r.digests, off)
+        return agent_pb2.PutReceiptResponse(complete=complete)
+
+    def _group(self, name: str) -> Group:
+        return self._coordinator.group(fields.name("group", name))
+
+
+# --- opening --------------------------------------------------------------------------------------------------------
+
+
+def _hello(first: agent_pb2.SessionRequest) -> agent_pb2.Hello:
+    """The first message of a stream, checked."""
+    kind = first.WhichOneof("message")
+    if kind != "hello":
+        invalid("message", "hello first", kind or "nothing")
+    hello = first.hello
+    fields.name("hello.group", hello.group)
+    fields.name("hello.agent_id", hello.agent_id)
+    fields.text("hello.incarnation", hello.incarnation, 128)
+    fields.text("hello.software", hello.software, 256, empty=True)
+    if hello.kind not in agent_pb2.SessionKind.values():
+        invalid("hello.kind", "CONTROL or HEARTBEAT", hello.kind)
+    beats = hello.kind == agent_pb2.SESSION_KIND_HEARTBEAT
+    if hello.HasField("trainer"):
+        CALLER.get().require(Role.TRAINER, "Session of a trainer rank")
+        if hello.agent_id != f"rank/{hello.trainer.rank}":
+            invalid("hello.agent_id", f"'rank/{hello.trainer.rank}', as hello.trainer.rank says", hello.agent_id)
+        return hello
+    CALLER.get().require(Role.INFERENCE, "Session of a replica")
+    if hello.agent_id.startswith("rank/"):
+        invalid("hello.trainer", "set, since agent_id names a rank", "nothing")
+    if beats and hello.replica.ByteSize():
+        invalid("hello.replica", "nothing on a HEARTBEAT stream", f"{hello.replica.ByteSize()} bytes")
+    if not beats and not hello.HasField("replica"):
+        invalid("hello.role", "replica or trainer", "nothing")
+    return hello
+
+
+def _open_replica(group: Group, hello: agent_pb2.Hello) -> Session:
+    said = convert.replica_hello(hello, 0)  # refused before anything is superseded
+    session = group.open_session(hello.agent_id, "control")
+    group.submit(type(said)(session.number, said.replica))
+    log.info(
+        "session %d of %s (%s)",
+        session.number,
+        hello.agent_id,
+        hello.software or "unnamed",
+        extra={"group": group.name},
+    )
+    return session
+
+
+async def _open_rank(group: Group, hello: agent_pb2.Hello) -> Session:
+    said = hello.trainer
+    t = group.state.trainer
+    if t is not None and t.generation == said.generation and t.incarnation != hello.incarnation:
+        invalid("hello.incarnation", f"{t.incarnation!r}, as InitTransfer said", hello.incarnation)
+    group.fence(said.generation)
+    session = group.open_session(hello.agent_id, "control")
+    try:
+        await group.call(lambda call: RankHello(call, session.number, said.generation, said.rank))
+    except BaseException:
+        group.close_session(session)
+        raise
+    return session
+
+
+def _welcome(group: Group, session: Session) -> agent_pb2.SessionResponse:
+    s = group.state
+    welcome = agent_pb2.Welcome(
+        session=session.number,
+        epoch=s.epoch,
+        cluster_id=s.cluster_id,
+        heartbeat_ms=int(s.config.beat_s * 1000),
+        ttl_ms=int(s.config.ttl_s * 1000),
+    )
+    return agent_pb2.SessionResponse(welcome=welcome)
+
+
+async def _first_to_end(session: Session, serve: list[Any]) -> None:
+    """Serve both directions until one of them ends, or somebody ends the session."""
+    tasks = [asyncio.ensure_future(work) for work in serve]
+    try:
+        await asyncio.wait([*tasks, session.ended], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    if session.ended.done():
+        raise session.ended.result()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+# --- in -------------------------------------------------------------------------------------------------------------
+
+
+async def _read(context: _Context) -> agent_pb2.SessionRequest | None:
+    message = await context.read()
+    if not isinstance(message, agent_pb2.SessionRequest):
+        return None
+    if message.ByteSize() > MAX_MESSAGE:
+        refuse(Reason.LIMIT, f"a session's message: expected at most {MAX_MESSAGE} bytes, found {message.ByteSize()}")
+    return message
+
+
+async def _beats(group: Group, hello: agent_pb2.Hello, context: _Context) -> None:
+    """Heartbeats alone."""
+    newest = 0
+    while (message := await _read(context)) is not None:
+        kind = message.WhichOneof("message")
+        if kind == "goodbye":
+            return
+        if kind != "heartbeat":
+            invalid("message", "heartbeat or goodbye", kind or "nothing")
+        newest = _beat(group, hello, message.heartbeat, newest)
+
+
+def _beat(group: Group, hello: agent_pb2.Hello, beat: agent_pb2.Heartbeat, newest: int) -> int:
+    """Take a heartbeat unless it is an old one. Returns the newest sequence."""
+    if beat.sequence <= newest:
+        return newest
+    group.submit(convert.beat(hello, beat))
+    return beat.sequence
+
+
+async def _reports(group: Group, hello: agent_pb2.Hello, session: Session, context: _Context) -> None:
+    """What a replica says on its control stream."""
+    newest = 0
+    while (message := await _read(context)) is not None:
+        kind = message.WhichOneof("message")
+        if kind == "report":
+            sent = session.revision
+            if message.report.desired_revision > sent:
+                expected = f"at most {sent}, the newest sent on this session"
+                invalid("report.desired_revision", expected, message.report.desired_revision)
+            group.submit(convert.report(hello, message.report, group.state.epoch))
+        elif kind == "heartbeat":
+            newest = _beat(group, hello, message.heartbeat, newest)
+        elif kind == "goodbye":
+            reason = fields.text("goodbye.reason", message.goodbye.reason, 1024, empty=True)
+            log.info("%s says goodbye: %s", hello.agent_id, reason or "no reason", extra={"group": group.name})
+            group.submit(Leave(hello.agent_id, hello.incarnation))
+        else:
+            invalid("message", "report, heartbeat or goodbye", kind or "nothing")
+
+
+# --- out ------------------------------------------------------------------------------------------------------------
+
+
+async def _tell_replica(group: Group, hello: agent_pb2.Hello, session: Session, context: _Context) -> None:
+    """Send the newest desired state whenever it changed."""
+    while True:
+        await session.changed.wait()
+        session.changed.clear()
+        session.revision += 1
+        message = group.desired.message(group.state, hello.agent_id, session.revision, group.now())
+        if message is not None:
+            await context.write(agent_pb2.SessionResponse(replica=message))
+
+
+async def _tell_rank(group: Group, hello: agent_pb2.Hello, session: Session, context: _Context) -> None:
+    """Send a rank the newest it should know."""
+    session.wake()
+    while True:
+        await session.changed.wait()
+        session.changed.clear()
+        session.revision += 1
+        message = project.desired_trainer(group.state, hello.trainer.generation, session.revision, group.now())
+        await context.write(agent_pb2.SessionResponse(trainer=message))
+
+
+def _worker_of(group: Group, replica_id: str, incarnation: str, member: str) -> int:
+    """The index of the worker that ``member`` names; refuses a stale life."""
+    r = group.replica(replica_id)
+    if r.incarnation != incarnation:
+        message = f"replica {replica_id}: expected incarnation {r.incarnation!r}, found {incarnation!r}, which is over"
+        refuse(Reason.MEMBER_RESTARTED, message, replica_id)
+    for w in r.workers:
+        if member == f"{replica_id}/{w.index}":
+            return w.index
+    expected = f"'{replica_id}/0' .. '{replica_id}/{len(r.workers) - 1}'"
+    invalid("member", expected, member)

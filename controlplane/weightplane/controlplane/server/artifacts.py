@@ -1,0 +1,362 @@
+"""What a group's calls exchange by id: manifests, placements, plans, digests, receipts. Bounded; in memory only.
+
+Built from pages; big work (decoding, validating, planning, comparing) runs in a worker thread, so that the loop, and
+with it every lease, goes on. After a restart members send again what they are told is unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from weightplane.controlplane.core.events import Compare, MakePlan
+from weightplane.controlplane.core.manifest import Manifest, ManifestError, TensorMeta
+from weightplane.controlplane.core.model import Evidence, PlanSummary
+from weightplane.controlplane.core.placement import Box, Piece, Placement, full_placement, placement_problems
+from weightplane.controlplane.core.plan import Plan, PlanError
+from weightplane.controlplane.core.planner import make_plan
+from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.verify import PlanIndex, WorkerReceipt, compare
+from weightplane.v1 import tensor_pb2
+
+from . import convert
+from .fields import between, invalid, refuse
+
+__all__ = ["Artifacts", "Limits", "Pages"]
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one group may keep."""
+
+    tensors: int = 1_000_000
+    pieces: int = 4_000_000
+    manifests: int = 16
+    layouts: int = 256
+    plans: int = 32
+    uploads: int = 64
+
+
+class Lru(Generic[V]):
+    """A bounded map: the entry unused for longest goes first, unless it is in use (``pinned``)."""
+
+    def __init__(self, most: int, pinned: Callable[[], set[str]] = set) -> None:
+        self._entries: OrderedDict[str, V] = OrderedDict()
+        self._most = most
+        self._pinned = pinned
+
+    def get(self, key: str) -> V | None:
+        """The entry, now the newest."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+        return entry
+
+    def put(self, key: str, entry: V) -> None:
+        """Add or replace; drop what is over the bound and not in use."""
+        self._entries[key] = entry
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._most:
+            pinned = self._pinned()
+            for old in list(self._entries)[:-1]:
+                if len(self._entries) <= self._most:
+                    break
+                if old not in pinned:
+                    del self._entries[old]
+
+    def pop(self, key: str) -> None:
+        """Forget an entry."""
+        self._entries.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Pages(Generic[T]):
+    """An upload in pages: any order, any page may come again; complete once every index is there."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.pages: dict[int, Sequence[T]] = {}
+
+    def add(self, field_name: str, first: int, total: int, page: Sequence[T]) -> None:
+        """Take one page."""
+        if total != self.total:
+            invalid(f"{field_name}.total", f"{self.total}, as the first page said", total)
+        between(f"{field_name}.first", first, 0, max(self.total - 1, 0))
+        if first + len(page) > self.total or (not page and self.total):
+            expected = f"1..{self.total - first} entries at {first} of {self.total}"
+            invalid(field_name, expected, len(page))
+        held = self.pages.get(first)
+        if held is None or len(page) >= len(held):
+            self.pages[first] = page
+
+    @property
+    def received(self) -> int:
+        """Entries in a row from the first one on."""
+        reached = 0
+        for first in sorted(self.pages):
+            if first > reached:
+                break
+            reached = max(reached, first + len(self.pages[first]))
+        return reached
+
+    def joined(self) -> list[T] | None:
+        """Everything, or ``None`` while something is missing."""
+        if self.received < self.total:
+            return None
+        out: list[T] = []
+        for first in sorted(self.pages):
+            out.extend(self.pages[first][len(out) - first :] if first < len(out) else self.pages[first])
+        return out[: self.total]
+
+
+@dataclass
+class Receipt:
+    """One worker's receipt being uploaded."""
+
+    plan_id: str
+    evidence: Evidence
+    bytes_received: int
+    elements_written: int
+    digests: Pages[int]
+
+    def complete(self) -> WorkerReceipt | None:
+        """The whole, once it is there."""
+        digests = self.digests.joined()
+        if digests is None:
+            return None
+        return WorkerReceipt(
+            self.plan_id, self.evidence, self.bytes_received, self.elements_written, array("Q", digests)
+        )
+
+
+@dataclass
+class OfUpdate:
+    """What is kept for the open update alone: expected digests by (plan, rank), receipts by member."""
+
+    update_id: str
+    digests: dict[tuple[str, int], Pages[int]] = field(default_factory=dict)
+    receipts: dict[str, Receipt] = field(default_factory=dict)
+
+
+class Artifacts:
+    """One group's artifacts. Its methods run on the event loop; ``pinned`` names what live state refers to."""
+
+    def __init__(self, executor: Executor, limits: Limits, pinned: Callable[[], set[str]]) -> None:
+        self.executor = executor
+        self.limits = limits
+        self.manifests: Lru[Manifest] = Lru(limits.manifests, pinned)
+        self._layouts: Lru[tuple[Piece, ...]] = Lru(limits.layouts, pinned)
+        self._plans: Lru[PlanIndex] = Lru(limits.plans, pinned)
+        self._plan_of: Lru[str] = Lru(4 * limits.plans)
+        self._full: Lru[str] = Lru(limits.manifests)
+        self._uploads: Lru[Pages[Any]] = Lru(limits.uploads)
+        self.plan_pages: Lru[asyncio.Future[list[tensor_pb2.PlanPage]]] = Lru(limits.plans, pinned)
+        self.update = OfUpdate("")
+
+    async def _in_thread(self, work: Callable[..., V], *args: Any) -> V:
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work, *args)
+
+    # --- manifests ---
+
+    async def put_manifest(
+        self, manifest_id: str, first: int, total: int, page: Sequence[tensor_pb2.TensorMeta]
+    ) -> tuple[bool, int]:
+        """A page of a manifest: (complete, tensors so far)."""
+        if self.manifests.get(manifest_id) is not None:
+            return True, total
+        if total > self.limits.tensors:
+            refuse(Reason.LIMIT, f"total: expected at most {self.limits.tensors} tensors, found {total}")
+        between("total", total, 0, self.limits.tensors)
+        decoded = await self._in_thread(convert.tensors, first, page)
+        pages = self._upload(f"manifest {manifest_id}", total)
+        pages.add("tensors", first, total, decoded)
+        tensors = pages.joined()
+        if tensors is None:
+            return False, pages.received
+        try:
+            manifest = await self._in_thread(_manifest, tensors)
+        except ManifestError as e:
+            self._uploads.pop(f"manifest {manifest_id}")
+            refuse(Reason.INVALID_ARGUMENT, str(e))
+        if manifest.id != manifest_id:
+            self._uploads.pop(f"manifest {manifest_id}")
+            invalid("manifest_id", f"the content's hash, {manifest.id}", manifest_id)
+        self._uploads.pop(f"manifest {manifest_id}")
+        self.manifests.put(manifest_id, manifest)
+        return True, total
+
+    def manifest(self, manifest_id: str) -> Manifest:
+        """A complete manifest, or a refusal."""
+        manifest = self.manifests.get(manifest_id)
+        if manifest is None:
+            refuse(Reason.UNKNOWN_MANIFEST, f"no complete manifest {manifest_id!r} here: send it with PutManifest")
+        return manifest
+
+    def _upload(self, key: str, total: int) -> Pages[Any]:
+        pages = self._uploads.get(key)
+        if pages is None or pages.total != total:
+            pages = Pages(total)
+            self._uploads.put(key, pages)
+        return pages
+
+    # --- placements ---
+
+    async def put_placement(
+        self, manifest_id: str, member: str, p: tensor_pb2.Placement, first: int, total: int
+    ) -> str:
+        """A page of a member's placement: its layout's id once it is complete, else empty."""
+        manifest = self.manifest(manifest_id)
+        if p.member != member:
+            invalid("placement.member", repr(member), p.member)
+        if p.full:
+            if p.pieces:
+                invalid("placement.pieces", "none, since the placement is full", len(p.pieces))
+            if first or total not in (0, len(manifest)):
+                invalid("total", f"0 or {len(manifest)} with first 0, since the placement is full", f"{first}/{total}")
+            return await self._full_layout(manifest)
+        if total > self.limits.pieces:
+            refuse(Reason.LIMIT, f"total: expected at most {self.limits.pieces} pieces, found {total}")
+        between("total", total, 0, self.limits.pieces)
+        key = f"placement {manifest_id} {member}"
+        decoded = await self._in_thread(_pieces, manifest, p.pieces)
+        pages = self._upload(key, total)
+        pages.add("placement.pieces", first, total, decoded)
+        pieces = pages.joined()
+        if pieces is None:
+            return ""
+        self._uploads.pop(key)
+        placement = await self._in_thread(_placement, manifest, member, pieces)
+        self._layouts.put(placement.layout_id, placement.pieces)
+        return placement.layout_id
+
+    async def _full_layout(self, manifest: Manifest) -> str:
+        layout_id = self._full.get(manifest.id)
+        if layout_id is None or self._layouts.get(layout_id) is None:
+            placement = await self._in_thread(full_placement, "any", manifest)
+            layout_id = await self._in_thread(lambda: placement.layout_id)
+            self._full.put(manifest.id, layout_id)
+            self._layouts.put(layout_id, placement.pieces)
+        return layout_id
+
+    # --- plans ---
+
+    async def make_plan(self, e: MakePlan) -> PlanSummary:
+        """The plan of a channel, made or remembered. Raises ``PlanError``."""
+        key = repr((e.manifest_id, e.senders, e.receivers, e.bucket_bytes))
+        plan_id = self._plan_of.get(key)
+        index = self._plans.get(plan_id) if plan_id is not None else None
+        if index is None:
+            manifest = self.manifests.get(e.manifest_id)
+            if manifest is None:
+                raise PlanError([f"manifest {e.manifest_id} is gone: PutManifest again"])
+            senders, receivers = self._placements(e.senders), self._placements(e.receivers)
+            index = await self._in_thread(_plan, manifest, senders, receivers, e.bucket_bytes)
+            self._plan_of.put(key, index.plan.id)
+            self._plans.put(index.plan.id, index)
+        plan = index.plan
+        return PlanSummary(plan.id, len(plan.buckets), plan.nbytes, index.bytes_for)
+
+    def _placements(self, members: Iterable[tuple[str, str]]) -> list[Placement]:
+        out: list[Placement] = []
+        problems: list[str] = []
+        for member, layout_id in members:
+            pieces = self._layouts.get(layout_id)
+            if pieces is None:
+                problems.append(f"{member}: no placement here of this manifest: put it (again)")
+            else:
+                out.append(Placement(member, pieces))
+        if problems:
+            raise PlanError(problems)
+        return out
+
+    def plan(self, plan_id: str) -> PlanIndex:
+        """A plan, or a refusal."""
+        index = self._plans.get(plan_id)
+        if index is None:
+            refuse(Reason.UNKNOWN_PLAN, f"no plan {plan_id!r} here")
+        return index
+
+    # --- digests and receipts of the open update ---
+
+    def of(self, update_id: str) -> OfUpdate:
+        """What is kept for the open update; what was kept for another is dropped."""
+        if self.update.update_id != update_id:
+            self.update = OfUpdate(update_id)
+        return self.update
+
+    def put_digests(self, update_id: str, plan_id: str, rank: int, first: int, total: int, page: Sequence[int]) -> bool:
+        """A page of a rank's expected digests; True once they are complete."""
+        want = len(self.plan(plan_id).sent_by(f"rank/{rank}"))
+        if total != want:
+            invalid("total", f"{want}, the regions that rank/{rank} sends in plan {plan_id}", total)
+        digests = self.of(update_id).digests
+        pages = digests.setdefault((plan_id, rank), Pages(total))
+        pages.add("digests", first, total, page)
+        return pages.received == total
+
+    def put_receipt(self, update_id: str, member: str, r: Receipt, first: int, page: Sequence[int], off: bool) -> bool:
+        """A page of a worker's receipt; True once it is complete. ``off``: nothing is hashed."""
+        want = len(self.plan(r.plan_id).received_by(member))
+        if r.digests.total != want and not (off and r.digests.total == 0):
+            invalid("receipt.total", f"{want}, the regions that {member} receives in plan {r.plan_id}", r.digests.total)
+        receipts = self.of(update_id).receipts
+        old = receipts.get(member)
+        if old is not None and first != 0 and old.digests.total == r.digests.total:
+            r.digests = old.digests
+        r.digests.add("receipt.digests", first, r.digests.total, page)
+        receipts[member] = r
+        return r.digests.received == r.digests.total
+
+    async def compare(self, e: Compare, manifest_id: str) -> tuple[Evidence, Failure | None]:
+        """A participant's receipts against the expected digests."""
+        kept, manifest, index = self.of(e.update_id), self.manifest(manifest_id), self.plan(e.plan_id)
+        receipts = {m: done for m in e.members if m in kept.receipts and (done := kept.receipts[m].complete())}
+        expected = {
+            f"rank/{rank}": digests
+            for (plan_id, rank), pages in kept.digests.items()
+            if plan_id == e.plan_id and (digests := pages.joined()) is not None
+        }
+        return await self._in_thread(compare, manifest, index, e.update_id, e.verify, expected, e.members, receipts)
+
+
+def _manifest(tensors: list[TensorMeta]) -> Manifest:
+    manifest = Manifest.of(tensors)
+    _ = manifest.id  # hashed here, not on the loop
+    return manifest
+
+
+def _pieces(manifest: Manifest, page: Iterable[tensor_pb2.Piece]) -> list[Piece]:
+    """Pieces of a page; no ranges mean the whole tensor."""
+    out: list[Piece] = []
+    for p in page:
+        if not 0 <= p.tensor < len(manifest):
+            invalid("placement.pieces.tensor", f"0..{len(manifest) - 1}", p.tensor)
+        box: Box = tuple((r.start, r.stop) for r in p.box)
+        out.append(Piece(p.tensor, box or tuple((0, d) for d in manifest.tensors[p.tensor].shape)))
+    return out
+
+
+def _placement(manifest: Manifest, member: str, pieces: list[Piece]) -> Placement:
+    placement = Placement.of(member, pieces)
+    problems = placement_problems(manifest, placement)
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        refuse(Reason.PLACEMENT_MISMATCH, f"{'; '.join(problems[:5])}{more}", member)
+    _ = placement.layout_id
+    return placement
+
+
+def _plan(manifest: Manifest, senders: list[Placement], receivers: list[Placement], bucket_bytes: int) -> PlanIndex:
+    index = PlanIndex(make_plan(manifest, senders, receivers, bucket_bytes))
+    _ = index.bytes_for, index.sent_by(""), Plan
+    return index

@@ -1,0 +1,115 @@
+"""What every RPC passes through: identity, deadline, errors. One interceptor, so that no method can forget it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+
+from weightplane.controlplane.core.reasons import Failure, Reason
+
+from .errors import Refused, status_of
+from .security import Authoriser, Identity
+
+__all__ = ["CALLER", "Guard", "remaining_s"]
+
+log = logging.getLogger(__name__)
+
+#: Who makes the call being served.
+CALLER: ContextVar[Identity] = ContextVar("weightplane_caller")
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def remaining_s(context: _Context) -> float | None:
+    """Seconds left to the call's deadline; ``None`` without one."""
+    left = context.time_remaining()
+    return None if left is None or left > 10 * 365 * 86400 else float(left)
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Wraps every handler: who calls, with a deadline if unary, and each failure as the one table says."""
+
+    def __init__(self, authoriser: Authoriser) -> None:
+        self._authoriser = authoriser
+        self._wrapped: dict[str, Any] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Give the wrapped handler of a method (made once)."""
+        method = str(handler_call_details.method)
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            wrapped = self._wrapped[method] = self._wrap(method, handler)
+        return wrapped
+
+    def _wrap(self, method: str, handler: Any) -> Any:
+        coders = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **coders)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream), **coders)
+        return grpc.stream_stream_rpc_method_handler(self._bidi(method, handler.stream_stream), **coders)
+
+    def _unary(self, method: str, behaviour: Callable[[Any, _Context], Awaitable[Any]]) -> Any:
+        async def serve(request: Any, context: _Context) -> Any:
+            try:
+                CALLER.set(self._authoriser.admit(method, context))
+                if remaining_s(context) is None:
+                    message = f"{method.rpartition('/')[2]}: expected a deadline, found none: set a timeout on the call"
+                    raise Refused(Failure(Reason.DEADLINE_REQUIRED, message))
+                return await behaviour(request, context)
+            except BaseException as e:
+                await _fail(method, context, e)
+
+        return serve
+
+    def _stream(self, method: str, behaviour: Callable[[Any, _Context], AsyncIterator[Any]]) -> Any:
+        async def serve(request: Any, context: _Context) -> AsyncIterator[Any]:
+            try:
+                CALLER.set(self._authoriser.admit(method, context))
+                async for answer in behaviour(request, context):
+                    yield answer
+            except GeneratorExit:
+                raise
+            except BaseException as e:
+                await _fail(method, context, e)
+
+        return serve
+
+    def _bidi(self, method: str, behaviour: Callable[[Any, _Context], Awaitable[None]]) -> Any:
+        async def serve(requests: AsyncIterator[Any], context: _Context) -> None:
+            try:
+                CALLER.set(self._authoriser.admit(method, context))
+                await behaviour(requests, context)
+            except BaseException as e:
+                await _fail(method, context, e)
+
+        return serve
+
+
+async def _fail(method: str, context: _Context, error: BaseException) -> None:
+    """End a call with what went wrong: refusals as they are, the unexpected as INTERNAL with a number to ask for."""
+    if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError, KeyboardInterrupt, SystemExit)):
+        raise error
+    if not isinstance(error, Refused):
+        number = secrets.token_hex(6)
+        log.error("unexpected error %s in %s", number, method, exc_info=error, extra={"correlation_id": number})
+        error = Refused(Failure(Reason.INTERNAL, f"unexpected error {number}: the server's log has the details"))
+    status = rpc_status.to_status(status_of(error))
+    await context.abort(status.code, status.details or "", status.trailing_metadata or ())

@@ -1,0 +1,163 @@
+"""The coordinator of one store: its groups, its clock, its two kinds of threads, and taking over (again)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from weightplane.controlplane.core.events import Tick, Write
+from weightplane.controlplane.core.group import restarted
+from weightplane.controlplane.core.model import Config, GroupState
+from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.store.base import Loaded, Store, StoreError, StoreUnknown
+
+from .artifacts import Limits
+from .fields import refuse
+from .runtime import Group, stepping_down
+
+__all__ = ["Coordinator"]
+
+log = logging.getLogger("weightplane.controlplane")
+
+_TICK_S = 0.1
+_MAX_GROUPS = 1000
+_REOPEN_S = 0.5
+
+
+class Coordinator:
+    """Owns the groups. Made and used on one event loop; ``start`` takes leadership, ``stop`` lets go."""
+
+    def __init__(
+        self, store: Store, config: Config, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.store = store
+        self.config = config
+        self.limits = limits or Limits()
+        self.clock = clock
+        self.cluster_id = ""
+        self.epoch = 0
+        self.store_thread = ThreadPoolExecutor(1, "weightplane-store")
+        self.workers = ThreadPoolExecutor(2, "weightplane-work")
+        self._groups: dict[str, Group] = {}
+        self._leads = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Open the store and begin. Raises what the store raises."""
+        self._load(await asyncio.get_running_loop().run_in_executor(self.store_thread, self.store.open))
+        self._spawn(self._tick())
+
+    async def stop(self) -> None:
+        """End every stream, let queued writes finish, close the store."""
+        self._stopping = True
+        self._end_groups("the coordinator is stopping")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.store_thread, self.store.close)
+        self.store_thread.shutdown(wait=False)
+        self.workers.shutdown(wait=False, cancel_futures=True)
+
+    # --- groups ---
+
+    def group(self, name: str) -> Group:
+        """A group that exists."""
+        self._check()
+        group = self._groups.get(name)
+        if group is None:
+            refuse(Reason.UNKNOWN_GROUP, f"no group {name!r} here")
+        return group
+
+    def ensure(self, name: str) -> Group:
+        """A group, made with default policies if it is new. ``name`` was checked."""
+        self._check()
+        group = self._groups.get(name)
+        if group is None:
+            if len(self._groups) >= _MAX_GROUPS:
+                refuse(Reason.LIMIT, f"group: expected at most {_MAX_GROUPS} groups, found one more")
+            state = GroupState(name, self.cluster_id, self.epoch, self.config, epoch_began=self.clock())
+            group = self._groups[name] = Group(self, replace(state, revision=self.epoch << 32))
+            log.info("group %s is made", name, extra={"group": name})
+        return group
+
+    def groups(self) -> list[Group]:
+        """Every group, by name."""
+        self._check()
+        return [self._groups[name] for name in sorted(self._groups)]
+
+    def _check(self) -> None:
+        if not self._leads:
+            raise stepping_down("this coordinator does not lead now")
+
+    # --- leadership ---
+
+    def _load(self, loaded: Loaded) -> None:
+        """Begin a new epoch over what the store held: undecided updates are aborted, and that is written down."""
+        self.cluster_id, self.epoch = loaded.cluster_id, loaded.epoch
+        self._groups = {}
+        self._leads = True
+        for name, stored in loaded.groups.items():
+            state, aborted = restarted(
+                replace(stored.state, config=self.config), stored.frozen, loaded.epoch, self.clock()
+            )
+            state = replace(state, revision=max(state.revision, loaded.epoch << 32))
+            group = self._groups[name] = Group(self, state)
+            if aborted is not None:
+                group.carry_out(Write(f"w{loaded.epoch}.restart", "close", loaded.epoch, aborted))
+                log.warning(
+                    "update %s was not decided before the restart: aborted",
+                    aborted.update_id,
+                    extra={"group": name, "update_id": aborted.update_id, "version": aborted.version},
+                )
+        log.info("epoch %d of cluster %s, %d group(s)", self.epoch, self.cluster_id, len(self._groups))
+
+    def step_down(self, message: str) -> None:
+        """A group can no longer be sure that it leads: end everything, then take over anew, in a later epoch."""
+        if self._leads and not self._stopping:
+            self._leads = False
+            self._spawn(self._take_over(message))
+
+    async def _take_over(self, message: str) -> None:
+        log.error("stepping down: %s", message)
+        self._end_groups(message)
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                await loop.run_in_executor(self.store_thread, self.store.close)
+                self._load(await loop.run_in_executor(self.store_thread, self.store.open))
+                return
+            except (StoreError, StoreUnknown) as e:
+                log.error("cannot take over yet: %s", e)
+                await asyncio.sleep(_REOPEN_S)
+
+    def _end_groups(self, message: str) -> None:
+        for group in self._groups.values():
+            group.stop(stepping_down(message))
+
+    async def _tick(self) -> None:
+        """Let time pass: busy groups ten times a second, idle ones twice."""
+        turn = 0
+        while True:
+            await asyncio.sleep(_TICK_S)
+            turn += 1
+            for group in list(self._groups.values()):
+                if group.over is None and (turn % 5 == 0 or group.busy):
+                    group.submit(Tick())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def done(t: asyncio.Task[None]) -> None:
+            self._tasks.discard(t)
+            if not t.cancelled() and t.exception() is not None:
+                log.error("the coordinator's own task failed", exc_info=t.exception())
+
+        task.add_done_callback(done)

@@ -1,0 +1,72 @@
+"""Checks of request fields. Each refusal names the field, what was expected and what was found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from weightplane.controlplane.core.reasons import Failure, Reason
+
+from .errors import Refused, shorten
+
+__all__ = ["between", "invalid", "label", "labels", "name", "not_built", "refuse", "request_id", "text"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+
+
+def refuse(reason: Reason, message: str, member: str = "") -> NoReturn:
+    """Answer with this failure."""
+    raise Refused(Failure(reason, message, member))
+
+
+def invalid(field: str, expected: str, found: object) -> NoReturn:
+    """A field that is missing, malformed or out of range."""
+    shown = shorten(repr(found) if isinstance(found, (str, bytes)) else str(found), 200)
+    refuse(Reason.INVALID_ARGUMENT, f"{field}: expected {expected}, found {shown}")
+
+
+def not_built(what: str) -> NoReturn:
+    """A part of the contract that this build lacks."""
+    refuse(Reason.NOT_IMPLEMENTED, f"{what} is part of the contract but not built yet")
+
+
+def name(field: str, value: str) -> str:
+    """The name of a group or a replica."""
+    if not _NAME.fullmatch(value):
+        invalid(field, "1 to 128 letters, digits, '.', '_', '-', '/', beginning with a letter or digit", value)
+    return value
+
+
+def text(field: str, value: str, most: int, empty: bool = False) -> str:
+    """Free text of bounded size."""
+    if not value and not empty:
+        invalid(field, "some text", "nothing")
+    size = len(value.encode())
+    if size > most:
+        invalid(field, f"at most {most} bytes", f"{size} bytes")
+    return value
+
+
+def request_id(value: str) -> str:
+    """The caller's id of a logical call."""
+    return text("request_id", value, 64)
+
+
+def between(field: str, value: float, low: float, high: float) -> Any:
+    """A number in a closed range."""
+    if not low <= value <= high:
+        invalid(field, f"{low}..{high}", value)
+    return value
+
+
+def label(field: str, value: str) -> str:
+    """One label's key or value."""
+    return text(field, value, 256, empty=True)
+
+
+def labels(field: str, value: Mapping[str, str]) -> dict[str, str]:
+    """A set of labels, at most 32 pairs."""
+    if len(value) > 32:
+        invalid(field, "at most 32 pairs", f"{len(value)} pairs")
+    return {text(f"{field} key", k, 256): label(f"{field}[{k!r}]", v) for k, v in value.items()}

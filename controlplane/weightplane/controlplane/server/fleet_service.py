@@ -1,0 +1,227 @@
+"""FleetService: operators and routers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import grpc
+
+from weightplane.controlplane.core.events import Event, SetAdmin, SetPause, SetPolicy
+from weightplane.controlplane.core.members import routable
+from weightplane.controlplane.core.model import Admin, PauseMode
+from weightplane.controlplane.core.reasons import Reason
+from weightplane.v1 import fleet_pb2 as fl
+from weightplane.v1 import fleet_pb2_grpc
+
+from . import convert, feed, fields, project
+from .calls import CALLER, remaining_s
+from .coordinator import Coordinator
+from .enums import PAUSE
+from .fields import between, invalid, not_built, refuse
+from .runtime import Group
+from .security import Role
+
+__all__ = ["FleetService"]
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_PAGE_BYTES = 2 << 20
+_OneReplica = fl.DrainReplicaRequest | fl.ActivateReplicaRequest | fl.PinReplicaRequest | fl.UnpinReplicaRequest
+A = TypeVar("A", fl.DrainReplicaResponse, fl.ActivateReplicaResponse, fl.PinReplicaResponse, fl.UnpinReplicaResponse)
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    """See fleet.proto."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def _group(self, name: str) -> Group:
+        return self._coordinator.group(fields.name("group", name))
+
+    async def CreateGroup(self, request: fl.CreateGroupRequest, context: _Context) -> fl.CreateGroupResponse:
+        """Make a group."""
+        fields.request_id(request.request_id)
+        name, policy = fields.name("group", request.group), convert.policy(request.policy)
+        known = {g.name: g for g in self._coordinator.groups()}.get(name)
+        if known is not None and known.state.policy != policy:
+            message = f"group {name!r} exists with other policies: expected {policy}, found {known.state.policy}"
+            refuse(Reason.GROUP_EXISTS, message)
+        group = self._coordinator.ensure(name)
+        group.answers.earlier("CreateGroup", request, fl.CreateGroupResponse)
+        if known is None:
+            await group.call(lambda call: SetPolicy(call, policy))
+        return fl.CreateGroupResponse(group=project.group_info(group.state, group.now()))
+
+    async def UpdateGroup(self, request: fl.UpdateGroupRequest, context: _Context) -> fl.UpdateGroupResponse:
+        """Replace a group's policies."""
+        group, policy = self._group(request.group), convert.policy(request.policy)
+        earlier = group.answers.earlier("UpdateGroup", request, fl.UpdateGroupResponse)
+        if earlier is not None:
+            return earlier
+        await group.call(lambda call: SetPolicy(call, policy))
+        answer = fl.UpdateGroupResponse(group=project.group_info(group.state, group.now()))
+        group.answers.keep("UpdateGroup", request, answer)
+        return answer
+
+    async def PauseGeneration(
+        self, request: fl.PauseGenerationRequest, context: _Context
+    ) -> fl.PauseGenerationResponse:
+        """Pause; answers once generation stands still."""
+        group = self._group(request.group)
+        earlier = group.answers.earlier("PauseGeneration", request, fl.PauseGenerationResponse)
+        if earlier is not None:
+            return earlier
+        mode = PAUSE.core("mode", request.mode)
+        mode = group.state.policy.pause if mode is PauseMode.DEFAULT else mode
+        replicas = await _pause(group, request, context, on=True, mode=mode)
+        answer = fl.PauseGenerationResponse(replicas=replicas)
+        group.answers.keep("PauseGeneration", request, answer)
+        return answer
+
+    async def ResumeGeneration(
+        self, request: fl.ResumeGenerationRequest, context: _Context
+    ) -> fl.ResumeGenerationResponse:
+        """Remove one holder's pause."""
+        group = self._group(request.group)
+        earlier = group.answers.earlier("ResumeGeneration", request, fl.ResumeGenerationResponse)
+        if earlier is not None:
+            return earlier
+        replicas = await _pause(group, request, context, on=False, mode=PauseMode.KEEP)
+        answer = fl.ResumeGenerationResponse(replicas=replicas)
+        group.answers.keep("ResumeGeneration", request, answer)
+        return answer
+
+    async def SleepReplica(self, request: fl.SleepReplicaRequest, context: _Context) -> fl.SleepReplicaResponse:
+        """Not built."""
+        not_built("SleepReplica")
+
+    async def WakeReplica(self, request: fl.WakeReplicaRequest, context: _Context) -> fl.WakeReplicaResponse:
+        """Not built."""
+        not_built("WakeReplica")
+
+    async def ListGroups(self, request: fl.ListGroupsRequest, context: _Context) -> fl.ListGroupsResponse:
+        """Every group."""
+        return fl.ListGroupsResponse(groups=[project.group_info(g.state, g.now()) for g in self._coordinator.groups()])
+
+    async def GetGroup(self, request: fl.GetGroupRequest, context: _Context) -> fl.GetGroupResponse:
+        """One group."""
+        group = self._group(request.group)
+        return fl.GetGroupResponse(group=project.group_info(group.state, group.now()))
+
+    async def ListReplicas(self, request: fl.ListReplicasRequest, context: _Context) -> fl.ListReplicasResponse:
+        """The replicas of a group."""
+        group, selector = self._group(request.group), fields.labels("selector", request.selector)
+        state = group.state
+        return fl.ListReplicasResponse(
+            replicas=[
+                project.replica_info(state, r)
+                for _, r in sorted(state.replicas.items())
+                if all(r.labels.get(k) == v for k, v in selector.items())
+            ]
+        )
+
+    async def ListUpdates(self, request: fl.ListUpdatesRequest, context: _Context) -> fl.ListUpdatesResponse:
+        """Updates, newest first. The token is the version that the next page lies below."""
+        group = self._group(request.group)
+        size = int(between("page_size", request.page_size, 0, 1000)) or 50
+        below = 1 << 62
+        if request.page_token:
+            if not request.page_token.isdigit():
+                invalid("page_token", "next_page_token of the page before", request.page_token)
+            below = int(request.page_token)
+        answer = fl.ListUpdatesResponse()
+        known = [*group.state.history.values(), *([group.state.open] if group.state.open is not None else [])]
+        room = _PAGE_BYTES
+        for u in sorted(known, key=lambda u: -u.version):
+            if u.version >= below:
+                continue
+            info = project.update_info(group.state, u, group.now())
+            room -= info.ByteSize()
+            if answer.updates and (len(answer.updates) >= size or room < 0):
+                answer.next_page_token = str(answer.updates[-1].version)
+                break
+            answer.updates.append(info)
+        return answer
+
+    async def WatchGroup(
+        self, request: fl.WatchGroupRequest, context: _Context
+    ) -> AsyncIterator[fl.WatchGroupResponse]:
+        """Follow a group."""
+        group = self._group(request.group)
+        between("after_revision", request.after_revision, 0, 1 << 62)
+        async for answer in feed.follow(group, request.after_revision):
+            yield answer
+
+    async def DrainReplica(self, request: fl.DrainReplicaRequest, context: _Context) -> fl.DrainReplicaResponse:
+        """Take a replica out of service."""
+        return await self._set_admin(request, fl.DrainReplicaResponse, Admin.DRAINING)
+
+    async def ActivateReplica(
+        self, request: fl.ActivateReplicaRequest, context: _Context
+    ) -> fl.ActivateReplicaResponse:
+        """Put a draining or quarantined replica back to work."""
+        return await self._set_admin(
+            request, fl.ActivateReplicaResponse, Admin.ACTIVE, refused=(Admin.PINNED, Admin.ASLEEP)
+        )
+
+    async def PinReplica(self, request: fl.PinReplicaRequest, context: _Context) -> fl.PinReplicaResponse:
+        """Hold a replica at its version."""
+        return await self._set_admin(request, fl.PinReplicaResponse, Admin.PINNED)
+
+    async def UnpinReplica(self, request: fl.UnpinReplicaRequest, context: _Context) -> fl.UnpinReplicaResponse:
+        """End a pin."""
+        return await self._set_admin(
+            request,
+            fl.UnpinReplicaResponse,
+            Admin.ACTIVE,
+            refused=(Admin.DRAINING, Admin.QUARANTINED, Admin.ASLEEP, Admin.LEAVING),
+        )
+
+    async def CheckReplica(self, request: fl.CheckReplicaRequest, context: _Context) -> fl.CheckReplicaResponse:
+        """Alive, ready, routable."""
+        group = self._group(request.group)
+        r = group.replica(request.replica_id)
+        between("min_version", request.min_version, 0, 1 << 62)
+        live, ready, route, why = routable(group.state, r, request.min_version)
+        return fl.CheckReplicaResponse(
+            live=live, ready=ready, routable=route, reason=why, replica=project.replica_info(group.state, r)
+        )
+
+    async def _set_admin(
+        self, request: _OneReplica, response: type[A], admin: Admin, refused: tuple[Admin, ...] = ()
+    ) -> A:
+        group = self._group(request.group)
+        method = response.__name__.removesuffix("Response")
+        earlier = group.answers.earlier(method, request, response)
+        if earlier is not None:
+            return earlier
+        r = group.replica(fields.name("replica_id", request.replica_id))
+        if r.admin in refused:
+            refuse(Reason.WRONG_PHASE, f"{method}: replica {r.replica_id} is {r.admin}", r.replica_id)
+        await group.call(lambda call: SetAdmin(call, request.replica_id, admin))
+        answer = response(replica=project.replica_info(group.state, group.replica(request.replica_id)))
+        group.answers.keep(method, request, answer)
+        return answer
+
+
+async def _pause(
+    group: Group,
+    request: fl.PauseGenerationRequest | fl.ResumeGenerationRequest,
+    context: _Context,
+    on: bool,
+    mode: PauseMode,
+) -> list[fl.ReplicaInfo]:
+    holder = request.holder or "operator"
+    if holder not in ("operator", "trainer"):
+        invalid("holder", "operator or trainer", request.holder)
+    CALLER.get().require(Role(holder), f"a pause held by {holder}")
+    ids = tuple(dict.fromkeys(request.replica_ids))
+    deadline = group.deadline(remaining_s(context) or 0.0)
+
+    def event(call: str) -> Event:
+        return SetPause(call, deadline, ids, holder, on, mode)
+
+    await group.call(event)
+    state = group.state
+    return [project.replica_info(state, state.replicas[rid]) for rid in ids or sorted(state.replicas)]

@@ -1,0 +1,85 @@
+"""Streams that follow: one update or all of a group's (WatchUpdate), and the group itself (WatchGroup)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from weightplane.controlplane.core.events import RankGone, RankHello
+from weightplane.controlplane.core.model import Update
+from weightplane.controlplane.core.reasons import Reason
+from weightplane.v1 import weight_transfer_pb2 as wt
+
+from . import project
+from .fields import refuse
+from .runtime import Group
+
+__all__ = ["changes", "updates"]
+
+#: A stream that lags sends at most this often; what happened in between is in the newest message.
+_PACE_S = 0.02
+
+
+@contextmanager
+def changes(group: Group) -> Iterator[asyncio.Event]:
+    """An event that is set whenever something of the group worth telling changed."""
+    event = asyncio.Event()
+    group.watchers.add(event)
+    try:
+        yield event
+    finally:
+        group.watchers.discard(event)
+
+
+async def updates(group: Group, generation: int, rank: int, update_id: str) -> AsyncIterator[wt.WatchUpdateResponse]:
+    """The newest of an update whenever it changed. With a generation the stream is the rank's lease."""
+    if update_id and group.find(update_id) is None:
+        refuse(Reason.UNKNOWN_UPDATE, f"no update {update_id!r} in group {group.name!r}")
+    if generation:
+        await group.call(lambda call: RankHello(call, 0, generation, rank, watch=True))
+    try:
+        async for answer in _follow(group, generation, update_id):
+            yield answer
+    finally:
+        if generation:
+            group.submit(RankGone(generation, rank))
+
+
+async def _follow(group: Group, generation: int, update_id: str) -> AsyncIterator[wt.WatchUpdateResponse]:
+    sent: wt.WatchUpdateResponse | None = None
+    with changes(group) as changed:
+        while True:
+            if group.over is not None:
+                raise group.over
+            u = group.find(update_id) if update_id else project.newest_update(group.state, generation)
+            answer = _event(group, u, generation)
+            if sent is None or not _same(sent, answer):
+                yield answer
+                sent = answer
+            if answer.fenced or (update_id and (u is None or u.closed)):
+                return
+            await changed.wait()
+            changed.clear()
+            await asyncio.sleep(_PACE_S)
+
+
+def _event(group: Group, u: Update | None, generation: int) -> wt.WatchUpdateResponse:
+    t = group.state.trainer
+    fenced = bool(generation) and (t is None or t.closed or t.generation != generation)
+    answer = wt.WatchUpdateResponse(fenced=fenced)
+    if u is not None:
+        answer.update.CopyFrom(project.update_info(group.state, u, group.now()))
+        answer.progress.extend(project.progress(u))
+        answer.calls.extend(project.armed_calls(u))
+    return answer
+
+
+def _same(a: wt.WatchUpdateResponse, b: wt.WatchUpdateResponse) -> bool:
+    """Equal but for the clocks."""
+    x, y = wt.WatchUpdateResponse(), wt.WatchUpdateResponse()
+    for copy, of in ((x, a), (y, b)):
+        copy.CopyFrom(of)
+        copy.update.ClearField("remaining_ms")
+        copy.update.timings.ClearField("total_s")
+    return x == y
