@@ -473,7 +473,7 @@ class TransferResponse(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     BYTES_LANDED_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
-    """Index of the bucket whose bytes are in place."""
+    """Index of the bucket whose bytes are in place; -1 answers the opening."""
     bytes_landed: _builtins.int
     """Payload bytes landed on this stream so far."""
     def __init__(

@@ -49,8 +49,9 @@ class TensorServiceServicer(object):
     """
 
     def Transfer(self, request_iterator, context):
-        """Streams the chunks of armed buckets; the receiver acknowledges each bucket when its bytes are in place. A repeat of
-        a bucket that landed moves no bytes and is acknowledged again. Ends with the last acknowledgement.
+        """Streams the chunks of armed buckets; the receiver answers the opening with bucket = -1, then acknowledges each bucket
+        when its bytes are in place. NOT_FOUND: the receiver has not opened the channel yet, try again. A repeat of a bucket
+        that landed moves no bytes and is acknowledged again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

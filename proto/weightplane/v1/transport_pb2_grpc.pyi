@@ -36,8 +36,9 @@ class TensorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TensorServiceAsyncStub: ...
     Transfer: _grpc.StreamStreamMultiCallable[_transport_pb2.TransferRequest, _transport_pb2.TransferResponse]
-    """Streams the chunks of armed buckets; the receiver acknowledges each bucket when its bytes are in place. A repeat of
-    a bucket that landed moves no bytes and is acknowledged again. Ends with the last acknowledgement.
+    """Streams the chunks of armed buckets; the receiver answers the opening with bucket = -1, then acknowledges each bucket
+    when its bytes are in place. NOT_FOUND: the receiver has not opened the channel yet, try again. A repeat of a bucket
+    that landed moves no bytes and is acknowledged again.
     """
 
 @_typing.type_check_only
@@ -48,8 +49,9 @@ class TensorServiceAsyncStub(TensorServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Transfer: _aio.StreamStreamMultiCallable[_transport_pb2.TransferRequest, _transport_pb2.TransferResponse]  # type: ignore[assignment]
-    """Streams the chunks of armed buckets; the receiver acknowledges each bucket when its bytes are in place. A repeat of
-    a bucket that landed moves no bytes and is acknowledged again. Ends with the last acknowledgement.
+    """Streams the chunks of armed buckets; the receiver answers the opening with bucket = -1, then acknowledges each bucket
+    when its bytes are in place. NOT_FOUND: the receiver has not opened the channel yet, try again. A repeat of a bucket
+    that landed moves no bytes and is acknowledged again.
     """
 
 class TensorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -63,8 +65,9 @@ class TensorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_transport_pb2.TransferRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transport_pb2.TransferResponse], _abc.AsyncIterator[_transport_pb2.TransferResponse]]:
-        """Streams the chunks of armed buckets; the receiver acknowledges each bucket when its bytes are in place. A repeat of
-        a bucket that landed moves no bytes and is acknowledged again. Ends with the last acknowledgement.
+        """Streams the chunks of armed buckets; the receiver answers the opening with bucket = -1, then acknowledges each bucket
+        when its bytes are in place. NOT_FOUND: the receiver has not opened the channel yet, try again. A repeat of a bucket
+        that landed moves no bytes and is acknowledged again.
         """
 
 def add_TensorServiceServicer_to_server(servicer: TensorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -68,7 +68,7 @@ class PeerLost(TransportError):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do. ``device_kinds``: ``"cpu"``, ``"cuda"``. ``one_to_many``: one send serves all receivers."""
+    """What a transport can do. ``device_kinds``: ``"cpu"``, ``"cuda"``. ``one_to_many``: one send serves all."""
 
     device_kinds: frozenset[str]
     one_to_many: bool
@@ -101,8 +101,8 @@ class ArmToken:
 class ChannelSpec:
     """What both sides know before a channel opens.
 
-    ``channel_id`` is unique for ever; ``key`` is its one-time secret (32 bytes). ``senders`` and ``receivers`` are member
-    ids in rank order; ``offers`` holds what each member offered (``Transport.offer``), by member id.
+    ``channel_id`` is unique for ever; ``key`` is its one-time secret (32 bytes). ``senders`` and ``receivers`` are
+    member ids in rank order; ``offers`` holds what each member offered (``Transport.offer``), by member id.
     """
 
     channel_id: str
@@ -133,6 +133,14 @@ class SendChannel(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Block until every receiver has taken every byte sent since ``arm``; after it the source is free."""
+
+    def drop(self, member: str) -> None:
+        """Go on for the other receivers only. Any thread; returns at once and unblocks a wait for ``member``.
+
+        After ``PeerLost`` the sender may drop that peer and send the same bucket again. The default aborts the channel:
+        a transport that cannot tell its receivers apart cannot go on without one of them.
+        """
+        self.abort(f"{member} was left out")
 
     @abstractmethod
     def abort(self, reason: str) -> None:

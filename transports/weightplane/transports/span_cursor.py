@@ -25,7 +25,7 @@ class SpanCursor:
     Keeps the spans alive. One thread. ``ValueError`` for a span that is not such a tensor.
     """
 
-    __slots__ = ("_index", "_offset", "_parts", "_spans", "nbytes")
+    __slots__ = ("_index", "_offset", "_parts", "_spans", "nbytes", "position")
 
     def __init__(self, spans: Sequence[torch.Tensor]) -> None:
         self._spans = spans
@@ -40,11 +40,11 @@ class SpanCursor:
             if n:
                 self._parts.append((span.data_ptr(), n))
                 self.nbytes += n
-        self._index = self._offset = 0
+        self._index = self._offset = self.position = 0
 
     def seek(self, position: int) -> None:
         """Go to a byte position, 0 to ``nbytes``."""
-        self._index, self._offset = 0, position
+        self._index, self._offset, self.position = 0, position, position
         for end in accumulate(n for _, n in self._parts):
             if position < end:
                 return
@@ -60,6 +60,7 @@ class SpanCursor:
         self._move(address, nbytes, True)
 
     def _move(self, address: int, nbytes: int, into: bool) -> None:
+        self.position += nbytes
         parts, index, offset = self._parts, self._index, self._offset
         while nbytes:
             pointer, size = parts[index]

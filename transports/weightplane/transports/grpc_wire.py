@@ -1,0 +1,108 @@
+"""Framing of the ``grpc`` transport: ``TransferRequest`` encoded and decoded around the payload, which is copied once.
+
+The bytes on the wire are plain proto3 (any generated stub reads and writes them). Python's own protobuf copies a
+payload into the message, out of it and into the wire buffer; here it is copied once, from the spans into the wire
+buffer, and read in place on the other side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from weightplane.v1.transport_pb2 import TransferOpen, TransferRequest
+
+from .span_cursor import SpanCursor
+
+__all__ = ["CHUNK_BYTES", "KEY_METADATA", "METHOD", "SERVICE", "Chunk", "decode", "encode_chunk", "encode_open"]
+
+SERVICE = "weightplane.v1.TensorService"
+METHOD = "Transfer"
+KEY_METADATA = "weightplane-channel-key-bin"
+#: Payload of one message. The contract allows up to 2 MiB.
+CHUNK_BYTES = 1 << 20
+_MAX_CHUNK = 2 << 20
+
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype = ctypes.py_object
+_new_bytes.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+_at = ctypes.pythonapi.PyBytes_AsString
+_at.restype = ctypes.c_void_p
+_at.argtypes = (ctypes.py_object,)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One decoded message: an opening, or payload ``[address, address + nbytes)`` kept alive by ``owner``."""
+
+    open: TransferOpen | None
+    bucket: int
+    offset: int
+    address: int
+    nbytes: int
+    owner: bytes
+
+
+def _varint(n: int) -> bytes:
+    out = bytearray()
+    while n > 0x7F:
+        out.append(n & 0x7F | 0x80)
+        n >>= 7
+    out.append(n)
+    return bytes(out)
+
+
+def encode_open(message: TransferOpen) -> bytes:
+    """The first message of a stream."""
+    return TransferRequest(open=message).SerializeToString()
+
+
+def encode_chunk(bucket: int, offset: int, cursor: SpanCursor, nbytes: int) -> bytes:
+    """The next ``nbytes`` under ``cursor`` as one message. One copy, the GIL free for large ones."""
+    header = b"\x10" + _varint(bucket) + b"\x18" + _varint(offset) + b"\x22" + _varint(nbytes)
+    message: bytes = _new_bytes(None, len(header) + nbytes)  # filled below, before anyone else sees it
+    start = _at(message)
+    ctypes.memmove(start, header, len(header))
+    cursor.read(start + len(header), nbytes)
+    return message
+
+
+def decode(message: bytes) -> Chunk:
+    """A ``TransferRequest`` without copying its payload. Raises ``DecodeError`` for bytes that are none."""
+    bucket = offset = start = length = 0
+    i, end = 0, len(message)
+    while i < end:
+        tag = message[i]
+        i += 1
+        if tag == 0x22:
+            length, i = _read_varint(message, i)
+            if length > _MAX_CHUNK or i + length > end:
+                raise DecodeError(f"a chunk of {length} bytes; at most {_MAX_CHUNK}, and not past the message's end")
+            start, i = i, i + length
+        elif tag == 0x10:
+            bucket, i = _read_varint(message, i)
+        elif tag == 0x18:
+            offset, i = _read_varint(message, i)
+        else:  # an opening, or a field of a later version: protobuf's own parser
+            parsed = TransferRequest.FromString(message)
+            data = parsed.data
+            opening = parsed.open if parsed.HasField("open") else None
+            return Chunk(opening, parsed.bucket, parsed.offset, _at(data), len(data), data)
+    if bucket >= 1 << 31 or offset >= 1 << 63:
+        raise DecodeError(f"bucket {bucket}, offset {offset}: out of range")
+    return Chunk(None, bucket, offset, _at(message) + start, length, message)
+
+
+def _read_varint(message: bytes, i: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if i >= len(message) or shift > 63:
+            raise DecodeError("a truncated or overlong varint")
+        byte = message[i]
+        i += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, i
+        shift += 7
