@@ -1,0 +1,95 @@
+"""How an agent reaches the control plane: address, TLS, token. One value that can be handed to a helper process."""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+__all__ = ["CLIENT_OPTIONS", "Dial"]
+
+_MIB = 1 << 20
+#: Pings find a dead connection within half a minute; our server forgives them at any rate. Retries are ours to make.
+CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", 16 * _MIB),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a broken connection is not shared with somebody else's channel
+)
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Where and how to dial. PEM texts, not paths. ``token``: sent as bearer token with every call.
+
+    Without ``tls`` only a loopback address (or a Unix socket) may be dialled, unless ``insecure`` says that the
+    network is trusted. ``ca_pem`` empty = the system's authorities; ``cert_pem`` and ``key_pem`` for mTLS.
+    """
+
+    address: str
+    tls: bool = False
+    ca_pem: bytes = field(default=b"", repr=False)
+    cert_pem: bytes = field(default=b"", repr=False)
+    key_pem: bytes = field(default=b"", repr=False)
+    token: str = field(default="", repr=False)
+    server_name: str = ""
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.address:
+            raise ValueError("the control plane's address is empty: expected host:port or unix:path")
+        if bool(self.cert_pem) != bool(self.key_pem):
+            raise ValueError("a client certificate and its key come together")
+        if (self.ca_pem or self.cert_pem) and not self.tls:
+            raise ValueError("certificates are given, but tls is off")
+        if not self.tls and not self.insecure and not self._is_loopback():
+            raise ValueError(
+                f"{self.address} is not a loopback address: use TLS, or say insecure=True if the network is trusted"
+            )
+
+    def _is_loopback(self) -> bool:
+        if self.address.startswith("unix:"):
+            return True
+        host = self.address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
+        try:
+            return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
+
+    def channel(self) -> grpc.Channel:
+        """A new channel; it connects when it is first used, and again by itself."""
+        options: list[tuple[str, Any]] = [*CLIENT_OPTIONS]
+        if not self.tls:
+            return grpc.insecure_channel(self.address, options)
+        if self.server_name:
+            options.append(("grpc.ssl_target_name_override", self.server_name))
+        credentials = grpc.ssl_channel_credentials(self.ca_pem or None, self.key_pem or None, self.cert_pem or None)
+        return grpc.secure_channel(self.address, credentials, options)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of every call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, secrets included: for a pipe to a child process, never for a log."""
+        out = {k: getattr(self, k) for k in ("address", "tls", "token", "server_name", "insecure")}
+        for k in ("ca_pem", "cert_pem", "key_pem"):
+            out[k] = base64.b64encode(getattr(self, k)).decode()
+        return out
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Dial:
+        """What ``to_dict`` gave."""
+        pems = {k: base64.b64decode(data[k]) for k in ("ca_pem", "cert_pem", "key_pem")}
+        return cls(**{**data, **pems})

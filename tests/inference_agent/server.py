@@ -1,0 +1,79 @@
+"""A real control plane in a thread: its own loop, a memory store whose disk survives restarts, one fixed port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from weightplane.controlplane.core.model import Config, GroupState
+from weightplane.controlplane.server.app import Running, ServerConfig, serve
+from weightplane.controlplane.store.memory import Disk, MemoryStore
+
+FAST = Config(beat_s=0.2, ttl_s=1.0, quiesce_s=2.0)
+T = TypeVar("T")
+
+
+class Server:
+    """``start`` and ``stop`` as often as you like: the disk and the port stay, the epoch rises."""
+
+    def __init__(self, config: Config = FAST) -> None:
+        self.config = config
+        self.disk = Disk()
+        self.address = "127.0.0.1:0"
+        self._loop = asyncio.new_event_loop()
+        self._running: Running | None = None
+        threading.Thread(target=self._loop.run_forever, name="test-server", daemon=True).start()
+
+    def start(self) -> Server:
+        async def up() -> Running:
+            return await serve(ServerConfig(MemoryStore(self.disk), self.address, self.config))
+
+        self._running = self.run(up())
+        self.address = self._running.address
+        return self
+
+    def stop(self) -> None:
+        if self._running is not None:
+            self.run(self._running.stop())
+            self._running = None
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def state(self, group: str = "g") -> GroupState:
+        assert self._running is not None
+        running = self._running
+
+        async def look() -> GroupState:
+            return running.coordinator.ensure(group).state
+
+        state: GroupState = self.run(look())
+        return state
+
+
+@contextmanager
+def server(config: Config = FAST) -> Iterator[Server]:
+    s = Server(config).start()
+    try:
+        yield s
+    finally:
+        s.close()
+
+
+def eventually(look: Callable[[], T], timeout: float = 10.0, what: str = "") -> T:
+    """Poll until truthy; the value."""
+    end = time.monotonic() + timeout
+    while True:
+        value = look()
+        if value:
+            return value
+        assert time.monotonic() < end, f"not within {timeout} s: {what or look}"
+        time.sleep(0.02)
