@@ -1,6 +1,6 @@
 """A server on loopback, and scripted members for it: a replica and a trainer that follow the protocol without torch.
 
-``Replica`` obeys the desired state; ``hooks`` make it misbehave at a stage. ``Trainer`` is WeightTransferService by hand.
+``Replica`` obeys the desired state; ``hooks`` make it misbehave at a stage. ``Trainer`` makes each call by hand.
 """
 
 from __future__ import annotations
@@ -255,10 +255,13 @@ class Replica:
                     await self._hook("drain", u)
                     self._stage = ag.REPLICA_STAGE_ABORTED
                     await self.send_report()
-            elif u is not None and (u.update_id != self._taking or self._stage < ag.REPLICA_STAGE_APPLIED):
-                if work is None or work.done():
-                    work = asyncio.create_task(self._advance(d))
-                    self._tasks.append(work)
+            elif (
+                u is not None
+                and (u.update_id != self._taking or self._stage < ag.REPLICA_STAGE_APPLIED)
+                and (work is None or work.done())
+            ):
+                work = asyncio.create_task(self._advance(d))
+                self._tasks.append(work)
 
     async def _hook(self, stage: str, u: ag.DesiredUpdate) -> None:
         hook = self.hooks.get(stage)
@@ -491,12 +494,16 @@ class Trainer:
         request = wt.FinishUpdateRequest(**{**self.of(u), **fields})
         return (await self.stub.FinishUpdate(request, timeout=self.timeout)).update
 
+    async def rest(self, u: wt.StartUpdateResponse) -> up.UpdateInfo:
+        """PutDigests and FinishUpdate; an abort may reach either."""
+        await self.digests(u)
+        return await self.finish(u)
+
     async def publish(self, **fields: Any) -> up.UpdateInfo:
         """A whole update."""
         u = await self.start(**fields)
         await self.weights(u)
-        await self.digests(u)
-        return await self.finish(u)
+        return await self.rest(u)
 
     async def get(self, update_id: str) -> up.UpdateInfo:
         """GetUpdate."""

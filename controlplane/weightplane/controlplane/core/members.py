@@ -131,7 +131,7 @@ def hello(tx: Tx, e: ReplicaHello) -> None:
     tx.put_replica(r)
     if r.replica_id not in tx.state.roster:
         tx.set(roster=tx.state.roster | {r.replica_id})
-        tx.write("roster", replica_id=r.replica_id, admin=r.admin)
+        tx.write_roster(r.replica_id, r.admin)
     tx.push([r.replica_id])
     tx.push_trainers()
     tx.say(f"replica {r.replica_id} is here ({'new' if new_life else 'same'} incarnation {r.incarnation})")
@@ -282,7 +282,11 @@ def report(tx: Tx, e: Report) -> None:
     else:
         tx.quietly(f"report of {r.replica_id}")
     if mine and u is not None:
-        progress.part_report(tx, u, r.replica_id, e, mixed, held)
+        # A replica that was DIRTY when it joined stays so until it has applied: that is what the update heals. After the
+        # decision the stage alone tells how the apply went.
+        fresh = was[0] is not Weights.DIRTY and u.phase is not Phase.COMMITTED
+        soiled = mixed and (fresh or e.stage is Stage.APPLIED)
+        progress.part_report(tx, u, r.replica_id, e, soiled, held)
     _late_flip(tx, r, mixed)
 
 
@@ -379,5 +383,5 @@ def _forget(tx: Tx, r: Replica) -> None:
     replicas = dict(tx.state.replicas)
     del replicas[r.replica_id]
     tx.set(replicas=replicas, roster=tx.state.roster - {r.replica_id})
-    tx.write("roster", replica_id=r.replica_id, admin="")
+    tx.write_roster(r.replica_id, "")
     tx.say(f"replica {r.replica_id} is forgotten, lost for {tx.state.config.lost_kept_s:.0f} s")

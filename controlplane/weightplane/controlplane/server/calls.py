@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -61,42 +61,21 @@ class Guard(grpc.aio.ServerInterceptor):
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **coders)
+            return grpc.unary_unary_rpc_method_handler(self._guarded(method, handler.unary_unary, unary=True), **coders)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream), **coders)
-        return grpc.stream_stream_rpc_method_handler(self._bidi(method, handler.stream_stream), **coders)
+            return grpc.unary_stream_rpc_method_handler(self._guarded(method, handler.unary_stream), **coders)
+        return grpc.stream_stream_rpc_method_handler(self._guarded(method, handler.stream_stream), **coders)
 
-    def _unary(self, method: str, behaviour: Callable[[Any, _Context], Awaitable[Any]]) -> Any:
+    def _guarded(self, method: str, behaviour: Callable[[Any, _Context], Awaitable[Any]], unary: bool = False) -> Any:
+        """``behaviour`` behind every check. Streams answer by ``context.write``, so that all kinds are coroutines."""
+
         async def serve(request: Any, context: _Context) -> Any:
             try:
                 CALLER.set(self._authoriser.admit(method, context))
-                if remaining_s(context) is None:
+                if unary and remaining_s(context) is None:
                     message = f"{method.rpartition('/')[2]}: expected a deadline, found none: set a timeout on the call"
                     raise Refused(Failure(Reason.DEADLINE_REQUIRED, message))
                 return await behaviour(request, context)
-            except BaseException as e:
-                await _fail(method, context, e)
-
-        return serve
-
-    def _stream(self, method: str, behaviour: Callable[[Any, _Context], AsyncIterator[Any]]) -> Any:
-        async def serve(request: Any, context: _Context) -> AsyncIterator[Any]:
-            try:
-                CALLER.set(self._authoriser.admit(method, context))
-                async for answer in behaviour(request, context):
-                    yield answer
-            except GeneratorExit:
-                raise
-            except BaseException as e:
-                await _fail(method, context, e)
-
-        return serve
-
-    def _bidi(self, method: str, behaviour: Callable[[Any, _Context], Awaitable[None]]) -> Any:
-        async def serve(requests: AsyncIterator[Any], context: _Context) -> None:
-            try:
-                CALLER.set(self._authoriser.admit(method, context))
-                await behaviour(requests, context)
             except BaseException as e:
                 await _fail(method, context, e)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from weakref import WeakKeyDictionary
 
 from weightplane.controlplane.core.model import GroupState, Replica
@@ -38,10 +38,9 @@ class _Feed:
         """Revisions from here on can be resumed after."""
         return self.changes[0].revision - 1 if len(self.changes) == KEPT else self.began
 
-    @property
-    def revision(self) -> int:
-        """Of the newest change."""
-        return self.changes[-1].revision if self.changes else self.began
+    def after(self, revision: int) -> list[fl.WatchGroupResponse]:
+        """Changes newer than a revision."""
+        return [c for c in self.changes if c.revision > revision]
 
     def look(self, group: Group) -> None:
         """Take in what changed since the last look."""
@@ -88,32 +87,32 @@ def _without_clock(info: fl.GroupInfo) -> bytes:
 _feeds: WeakKeyDictionary[Group, _Feed] = WeakKeyDictionary()
 
 
-async def follow(group: Group, after: int) -> AsyncIterator[fl.WatchGroupResponse]:
-    """Changes after a revision; if they are not all kept, a full picture first."""
+async def follow(group: Group, after: int, write: Callable[[fl.WatchGroupResponse], Awaitable[None]]) -> None:
+    """Changes after a revision. Whoever knows none, or one too old, gets a full picture."""
     feed = _feeds.get(group)
     if feed is None:
         feed = _feeds[group] = _Feed(group.state)
-    feed.look(group)
-    if after < feed.floor or after > max(feed.revision, group.state.revision):
-        state = group.state
-        yield fl.WatchGroupResponse(
-            revision=state.revision,
-            group=project.group_info(state, group.now()),
-            replicas=[project.replica_info(state, r) for _, r in sorted(state.replicas.items())],
-            full=True,
-        )
-        after = state.revision
     with changes(group) as changed:
         while True:
             if group.over is not None:
                 raise group.over
             feed.look(group)
-            missed = after < feed.floor
-            for change in [c for c in feed.changes if c.revision > after]:
-                yield change
+            if not feed.floor <= after <= group.state.revision:
+                after = group.state.revision
+                await write(_full(group))
+            for change in feed.after(after):
+                await write(change)
                 after = change.revision
-            if missed:
-                after = 0  # unreachable in practice: a full picture comes next time
             await changed.wait()
             changed.clear()
             await asyncio.sleep(_PACE_S)
+
+
+def _full(group: Group) -> fl.WatchGroupResponse:
+    state = group.state
+    return fl.WatchGroupResponse(
+        revision=state.revision,
+        group=project.group_info(state, group.now()),
+        replicas=[project.replica_info(state, r) for _, r in sorted(state.replicas.items())],
+        full=True,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 import grpc
@@ -144,14 +143,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             answer.updates.append(info)
         return answer
 
-    async def WatchGroup(
-        self, request: fl.WatchGroupRequest, context: _Context
-    ) -> AsyncIterator[fl.WatchGroupResponse]:
+    async def WatchGroup(self, request: fl.WatchGroupRequest, context: _Context) -> None:  # type: ignore[override]
         """Follow a group."""
         group = self._group(request.group)
         between("after_revision", request.after_revision, 0, 1 << 62)
-        async for answer in feed.follow(group, request.after_revision):
-            yield answer
+        await feed.follow(group, request.after_revision, context.write)
 
     async def DrainReplica(self, request: fl.DrainReplicaRequest, context: _Context) -> fl.DrainReplicaResponse:
         """Take a replica out of service."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -214,17 +213,17 @@ class TransferService(wt_grpc.WeightTransferServiceServicer):
             invalid("key", "update_id or request_id", "nothing")
         return wt.GetUpdateResponse(update=_info(group, _found(group, update_id)))
 
-    async def WatchUpdate(
+    async def WatchUpdate(  # type: ignore[override]  # by the context, as every stream here
         self, request: wt.WatchUpdateRequest, context: _Context
-    ) -> AsyncIterator[wt.WatchUpdateResponse]:
+    ) -> None:
         """Follow updates; with a generation, hold the rank's lease."""
         group = self._group(request.group)
+        between("generation", request.generation, 0, 1 << 62)
         if request.generation:
             CALLER.get().require(Role.TRAINER, "WatchUpdate with a generation")
         elif request.rank:
             invalid("rank", "0, since without a generation no lease is held", request.rank)
-        async for answer in watch.updates(group, request.generation, request.rank, request.update_id):
-            yield answer
+        await watch.updates(group, request.generation, request.rank, request.update_id, context.write)
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

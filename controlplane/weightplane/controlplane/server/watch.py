@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from weightplane.controlplane.core.events import RankGone, RankHello
@@ -32,21 +32,25 @@ def changes(group: Group) -> Iterator[asyncio.Event]:
         group.watchers.discard(event)
 
 
-async def updates(group: Group, generation: int, rank: int, update_id: str) -> AsyncIterator[wt.WatchUpdateResponse]:
+async def updates(
+    group: Group, generation: int, rank: int, update_id: str, write: Callable[[wt.WatchUpdateResponse], Awaitable[None]]
+) -> None:
     """The newest of an update whenever it changed. With a generation the stream is the rank's lease."""
     if update_id and group.find(update_id) is None:
         refuse(Reason.UNKNOWN_UPDATE, f"no update {update_id!r} in group {group.name!r}")
-    if generation:
-        await group.call(lambda call: RankHello(call, 0, generation, rank, watch=True))
+    if not generation:
+        await _follow(group, 0, update_id, write)
+        return
+    await group.call(lambda call: RankHello(call, 0, generation, rank, watch=True))
     try:
-        async for answer in _follow(group, generation, update_id):
-            yield answer
+        await _follow(group, generation, update_id, write)
     finally:
-        if generation:
-            group.submit(RankGone(generation, rank))
+        group.submit(RankGone(generation, rank))
 
 
-async def _follow(group: Group, generation: int, update_id: str) -> AsyncIterator[wt.WatchUpdateResponse]:
+async def _follow(
+    group: Group, generation: int, update_id: str, write: Callable[[wt.WatchUpdateResponse], Awaitable[None]]
+) -> None:
     sent: wt.WatchUpdateResponse | None = None
     with changes(group) as changed:
         while True:
@@ -55,7 +59,7 @@ async def _follow(group: Group, generation: int, update_id: str) -> AsyncIterato
             u = group.find(update_id) if update_id else project.newest_update(group.state, generation)
             answer = _event(group, u, generation)
             if sent is None or not _same(sent, answer):
-                yield answer
+                await write(answer)
                 sent = answer
             if answer.fenced or (update_id and (u is None or u.closed)):
                 return
