@@ -173,8 +173,9 @@ def receiver_sets(draw: st.DrawFn, manifest: Manifest) -> list[Placement]:
     out: list[Placement] = []
     for r in range(draw(st.integers(0, 4))):
         pieces: list[Piece] = []
-        if out and draw(st.integers(0, 1)):
-            pieces = list(out[draw(st.integers(0, len(out) - 1))].pieces)
+        copy = draw(st.booleans())
+        if out and copy:
+            pieces = list(draw(st.sampled_from(out)).pieces)
         else:
             for i, t in enumerate(manifest):
                 kind = draw(st.integers(0, 3))
