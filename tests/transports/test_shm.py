@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,14 +30,12 @@ from weightplane.transports.shm import ShmTransport
 TRANSPORT = "shm"
 pytest_plugins = ["weightplane.transports.conformance.plugin"]
 MakeFleet = Callable[..., Fleet]
-SHM = Path("/dev/shm")
 KEY = bytes(range(32))
 
 
-def segments(channel: str = "") -> list[str]:
-    """Names in /dev/shm: ours of a channel's senders ``s`` and ``s0``, or every one of ours."""
-    wanted = {shm_ring.segment_name(channel, s) for s in ("s", "s0")}
-    return [n for n in os.listdir(SHM) if n.startswith(shm_ring.PREFIX) and (not channel or n in wanted)]
+def segments(channel: str) -> list[str]:
+    """Names in /dev/shm of a channel's sender ``s0``."""
+    return [n for n in os.listdir("/dev/shm") if n == shm_ring.segment_name(channel, "s0")]
 
 
 def spec(channel: str, receivers: int = 1, **changes: Any) -> ChannelSpec:
@@ -150,24 +149,32 @@ def test_a_sender_that_dies_before_all_attached(fleet: MakeFleet) -> None:
 
 
 @pytest.fixture
-def transport() -> Iterator[ShmTransport]:
-    before = segments()
-    yield ShmTransport()
-    assert sorted(segments()) == sorted(before)
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of shared memory of its own, empty again after the test."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="wp-test-") as made:
+        monkeypatch.setenv("WEIGHTPLANE_SHM_DIR", made)
+        yield Path(made)
+        assert os.listdir(made) == []
 
 
-def test_what_a_dead_owner_left_is_swept(transport: ShmTransport) -> None:
+@pytest.fixture
+def transport(home: Path) -> ShmTransport:
+    return ShmTransport()
+
+
+def test_what_a_dead_owner_left_is_swept(transport: ShmTransport, home: Path) -> None:
+    stale = home / "weightplane-stale"
     code = (
         "import os, sys, signal; from pathlib import Path; from weightplane.transports.shm_ring import Segment;"
-        "Segment.create(Path('/dev/shm/weightplane-stale-test'), b'k', 'c', 's', 1, 2, 4096);"
+        f"Segment.create(Path({str(stale)!r}), b'k', 'c', 's', 1, 2, 4096);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    assert (SHM / "weightplane-stale-test").exists()
+    assert stale.exists()
     mine = transport.open_sender(spec("alive"), "s")
-    assert not (SHM / "weightplane-stale-test").exists()
+    assert not stale.exists()
     transport.open_sender(spec("other"), "s").close()
-    assert len(segments(spec("alive").channel_id)) == 1, "the living are left alone"
+    assert os.listdir(home) == [shm_ring.segment_name(spec("alive").channel_id, "s")], "the living are left alone"
     mine.close()
 
 
@@ -196,9 +203,9 @@ def test_a_receiver_without_the_key_is_not_served(transport: ShmTransport) -> No
     sender.close()
 
 
-def test_a_foreign_file_is_refused(transport: ShmTransport) -> None:
+def test_a_foreign_file_is_refused(transport: ShmTransport, home: Path) -> None:
     made = spec("foreign")
-    path = SHM / shm_ring.segment_name(made.channel_id, "s")
+    path = home / shm_ring.segment_name(made.channel_id, "s")
     for mode, text in ((0o644, "mode 644"), (0o600, "too short")):
         path.touch(mode=mode)
         path.chmod(mode)
@@ -209,10 +216,10 @@ def test_a_foreign_file_is_refused(transport: ShmTransport) -> None:
         path.unlink()
 
 
-def test_the_segment_is_private(transport: ShmTransport) -> None:
+def test_the_segment_is_private(transport: ShmTransport, home: Path) -> None:
     made = spec("private")
     sender = transport.open_sender(made, "s")
-    stat = (SHM / shm_ring.segment_name(made.channel_id, "s")).stat()
+    stat = (home / shm_ring.segment_name(made.channel_id, "s")).stat()
     assert stat.st_mode & 0o777 == 0o600 and stat.st_blocks * 512 >= stat.st_size, "private and prefaulted"
     sender.close()
 
@@ -360,11 +367,12 @@ def test_a_member_attaches_once(transport: ShmTransport) -> None:
         channel.close()
 
 
-def test_a_death_shows_through_a_forked_child_that_keeps_the_lock() -> None:
+def test_a_death_shows_through_a_forked_child_that_keeps_the_lock(home: Path) -> None:
     """The pidfd sees what the lock cannot."""
+    path = home / "weightplane-fork"
     code = (
         "import os, sys; from pathlib import Path; from weightplane.transports.shm_ring import Segment;"
-        "s = Segment.create(Path('/dev/shm/weightplane-fork-test'), b'k', 'c', 's', 1, 2, 4096)\n"
+        f"s = Segment.create(Path({str(path)!r}), b'k', 'c', 's', 1, 2, 4096)\n"
         "if os.fork() == 0:\n"
         "    sys.stdin.read(); os._exit(0)\n"
         "print(os.getpid(), flush=True); sys.stdin.readline(); os._exit(0)"
@@ -372,7 +380,6 @@ def test_a_death_shows_through_a_forked_child_that_keeps_the_lock() -> None:
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None and owner.stdin is not None
     owner.stdout.readline()
-    path = SHM / "weightplane-fork-test"
     segment = shm_ring.Segment.attach(path, b"k", "c", "s", 1, 0, "r0")
     peer = segment.sender_peer()
     assert not peer.dead()
