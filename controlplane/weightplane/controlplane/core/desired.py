@@ -67,13 +67,16 @@ class DesiredReplica:
     pauses: tuple[tuple[str, PauseMode], ...]
 
 
-def resolve(state: GroupState, update_id: str) -> str:
-    """The outcome of an update a replica is in doubt about: COMMIT, ABORT, or "" while it is undecided."""
+def resolve(state: GroupState, update_id: str, replica_id: str) -> str:
+    """The outcome, for one replica, of an update it is in doubt about: COMMIT, ABORT, or "" while it is undecided.
+
+    Who was excluded drops, whatever became of the update: its bytes were never verified.
+    """
     u = state.open
-    if u is not None and u.update_id == update_id:
-        return _decision(u, excluded=False)
-    past = state.history.get(update_id)
-    return "COMMIT" if past is not None and past.phase is Phase.COMMITTED else "ABORT"
+    if u is None or u.update_id != update_id:
+        u = state.history.get(update_id)
+    part = u.parts.get(replica_id) if u is not None else None
+    return _decision(u, part.excluded) if u is not None and part is not None else "ABORT"
 
 
 def _decision(u: Update, excluded: bool) -> str:
@@ -93,7 +96,7 @@ def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredRe
         u = state.history.get(r.pending) if r.pending else None
     resolutions: tuple[tuple[str, str], ...] = ()
     if r.asked and (u is None or r.asked != u.update_id):
-        resolutions = ((r.asked, resolve(state, r.asked)),)
+        resolutions = ((r.asked, resolve(state, r.asked, replica_id)),)
     update = _desired_update(state, r, u, now) if u is not None else None
     pauses = tuple(sorted(r.pauses_wanted.items()))
     return DesiredReplica(

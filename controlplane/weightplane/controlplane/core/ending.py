@@ -21,7 +21,7 @@ def abort(tx: Tx, u: Update, failure: Failure) -> None:
         tx.say(f"abort of {u.update_id} has no effect: it is {u.phase}", u.update_id)
         return
     failure = replace(failure, phase=failure.phase or u.phase.value)
-    until = min(tx.now + tx.state.config.quiesce_s, max(u.deadline, tx.now) + _GRACE_S)
+    until = min(tx.now + tx.state.config.quiesce_s, u.deadline + _GRACE_S)
     for w in u.waiters:
         if w.what in ("start", "update"):
             tx.reply(w.call_id, failure, u.update_id)
@@ -118,7 +118,7 @@ def _close(tx: Tx, u: Update) -> None:
             r = replace(r, failures_in_a_row=0, failure=None)
             if r.admin.value == "QUARANTINED":
                 r = replace(r, admin=type(r.admin).ACTIVE)
-                tx.write("roster", replica_id=r.replica_id, admin=r.admin)
+                tx.write_roster(r.replica_id, r.admin)
         if r.weights is Weights.UPDATING:
             from .members import derive_weights
 
@@ -143,9 +143,12 @@ def step_down(tx: Tx, message: str) -> None:
         for w in u.waiters:
             tx.reply(w.call_id, failure, u.update_id)
         tx.put_update(replace(u, waiters=()))
-    for w, _ in tx.state.queue:
+    t = tx.state.trainer
+    if t is not None and t.waiters:
+        tx.put_trainer(replace(t, waiters=()))
+    for w in (*(w for w, _ in tx.state.queue), *tx.state.waiters, *(t.waiters if t is not None else ())):
         tx.reply(w.call_id, failure)
-    tx.set(stepped_down=True, queue=())
+    tx.set(stepped_down=True, queue=(), waiters=())
     tx.effects.append(StepDown(message))
     tx.say(f"stepping down: {message}")
 

@@ -70,7 +70,7 @@ def _stored(tx: Tx, e: Stored) -> None:
     if asked is None:
         tx.quietly(f"an answer about write {e.write_id}, long settled")
         return
-    kind, update_id = asked
+    kind, update_id = asked  # or a replica's id, or the generation
     if not (kind == "decide" and e.ok is None):
         tx.set(writes={k: v for k, v in tx.state.writes.items() if k != e.write_id})
     u = tx.find(update_id) if update_id else None
@@ -80,9 +80,12 @@ def _stored(tx: Tx, e: Stored) -> None:
         updates.frozen(tx, u, e.ok)
     elif kind == "decide" and u is not None:
         ending.decision_stored(tx, u, e.ok, e.write_id)
-    elif kind == "group" and e.ok:
+    elif e.ok is None:
+        tx.set(unsaved=tx.state.unsaved | {asked})
+        tx.say(f"the store did not confirm a {kind} write; it is repeated")
+    elif kind == "group":
         t = tx.state.trainer
-        if t is not None and not t.durable:
+        if t is not None and not t.durable and update_id == str(t.generation):
             tx.put_trainer(replace(t, durable=True))
             tx.say(f"generation {t.generation} is durable")
             trainers.maybe_bind(tx)
@@ -90,6 +93,21 @@ def _stored(tx: Tx, e: Stored) -> None:
             tx.quietly("group written")
     else:
         tx.quietly(f"{kind} written: {e.ok}")
+
+
+def _save_again(tx: Tx) -> None:
+    """Repeat the writes that ended unknown: each says what is true now, so a repeat is harmless."""
+    for kind, subject in sorted(tx.state.unsaved):
+        u = tx.find(subject) if kind == "close" else None
+        if kind == "group":
+            trainers.write_group(tx)
+        elif kind == "roster":
+            r = tx.state.replicas.get(subject)
+            tx.write_roster(subject, r.admin if r is not None and subject in tx.state.roster else "")
+        elif u is not None:
+            tx.write("close", u)
+    if tx.state.unsaved:
+        tx.set(unsaved=frozenset())
 
 
 def _call_gone(tx: Tx, e: CallGone) -> None:
@@ -114,6 +132,7 @@ def _tick(tx: Tx, e: Tick) -> None:
     ending.tick(tx)
     operators.settle_pauses(tx)
     updates.pump(tx)
+    _save_again(tx)
     if not tx.reasons:
         tx.quietly("tick")
 
@@ -175,6 +194,8 @@ def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float)
         queue=(),
         waiters=(),
         writes={},
+        unsaved=frozenset(),
+        healing=frozenset(),
         stepped_down=False,
     )
     return state, aborted

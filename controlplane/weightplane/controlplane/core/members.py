@@ -68,7 +68,7 @@ def routable(state: GroupState, r: Replica, min_version: int = 0) -> tuple[bool,
     if not live:
         return False, False, False, "its lease ended"
     others = sorted(set(r.pause_holders) - {"update"})
-    if r.weights not in (Weights.READY, Weights.UPDATING) or r.held == NONE_HELD:
+    if r.weights not in (Weights.READY, Weights.UPDATING) or not _ours(state, r.held):
         return live, False, False, f"its weights are {r.weights}"
     if others:
         return live, False, False, f"generation is paused by {', '.join(others)}"
@@ -123,6 +123,10 @@ def hello(tx: Tx, e: ReplicaHello) -> None:
             stopped_since=-1.0,
             workers=said.workers,
             modes=said.modes,
+            pause_modes=said.pause_modes,
+            cache_policies=said.cache_policies,
+            engine=said.engine,
+            evidence=said.evidence,
             labels=said.labels,
             serving_address=said.serving_address,
             staging_refusal=said.staging_refusal,
@@ -175,11 +179,13 @@ def beat(tx: Tx, e: Beat) -> None:
     stopped = -1.0
     if e.process is Process.STOPPED:
         stopped = r.stopped_since if r.stopped_since >= 0 else tx.now
-    back = r.liveness is not Liveness.LIVE and e.process is not Process.DEAD
+    dead, lost = e.process is Process.DEAD, r.liveness is Liveness.LOST
+    lives = not dead and not (lost and e.process is Process.STOPPED)
+    back = lives and r.liveness is not Liveness.LIVE
     r = replace(
         r,
         lease_until=tx.now + tx.state.config.ttl_s,
-        liveness=Liveness.LIVE if e.process is not Process.DEAD else r.liveness,
+        liveness=Liveness.LIVE if lives else r.liveness,
         process=e.process,
         stopped_since=stopped,
         progress=e.progress,
@@ -189,7 +195,7 @@ def beat(tx: Tx, e: Beat) -> None:
         tx.push([r.replica_id])
         tx.push_trainers()
         tx.say(f"replica {r.replica_id} is LIVE again")
-    elif e.process is Process.DEAD and r.liveness is not Liveness.LOST:
+    elif dead and not lost:
         _lose(tx, r, "its process died", dead=True)
     else:
         tx.quietly(f"heartbeat of {r.replica_id}")
@@ -261,7 +267,7 @@ def report(tx: Tx, e: Report) -> None:
         report_seq=e.sequence,
         reported=True,
         held=held,
-        pending="" if _settled(tx, r, held, mixed) else r.pending,
+        pending="" if _settled(tx, r, e, held, mixed) else r.pending,
         asked=e.update_id if doubt else "",
         pause_holders=e.pause_holders,
         updates_since_start=e.updates_since_start,
@@ -290,10 +296,13 @@ def report(tx: Tx, e: Report) -> None:
     _late_flip(tx, r, mixed)
 
 
-def _settled(tx: Tx, r: Replica, held: Held, mixed: bool) -> bool:
+def _settled(tx: Tx, r: Replica, e: Report, held: Held, mixed: bool) -> bool:
     """Whether a decided update that ``r`` had not confirmed is confirmed now (or will never be)."""
     u = tx.find(r.pending) if r.pending else None
-    return u is None or mixed or held == u.held
+    if u is None or held == u.held:
+        return True
+    owes = e.update_id == u.update_id and e.stage <= Stage.PREPARED  # a mix of before, which applying it will heal
+    return mixed and not owes
 
 
 def _owes(u: Update, r: Replica) -> bool:
@@ -325,12 +334,16 @@ def derive_weights(state: GroupState, r: Replica, mixed: bool) -> Weights:
     part = u.parts.get(r.replica_id) if u is not None else None
     if u is not None and part is not None and part.incarnation == r.incarnation and not part.excluded and _undecided(u):
         return Weights.UPDATING
-    if r.held == NONE_HELD:
-        return Weights.JOINING
-    past = state.history.get(r.held.update_id) or (u if u is not None and u.update_id == r.held.update_id else None)
-    if r.held == state.committed or (past is not None and past.phase is Phase.COMMITTED and past.held == r.held):
-        return Weights.READY
-    return Weights.JOINING
+    return Weights.READY if _ours(state, r.held) else Weights.JOINING
+
+
+def _ours(state: GroupState, held: Held) -> bool:
+    """Whether someone holds what this group committed once: not nothing, not another store's version."""
+    if held == NONE_HELD:
+        return False
+    u = state.open
+    past = state.history.get(held.update_id) or (u if u is not None and u.update_id == held.update_id else None)
+    return held == state.committed or (past is not None and past.phase is Phase.COMMITTED and past.held == held)
 
 
 def _undecided(u: Update) -> bool:
@@ -345,7 +358,7 @@ def waits_on(u: Update | None, r: Replica) -> bool:
     if u.phase is Phase.COMMITTED:
         return False  # decided: FinishUpdate lists it as PENDING at the deadline
     if u.phase is Phase.ABORTING:
-        return not part.quiesced
+        return not (part.quiesced or part.unquiesced or part.gone)
     return True
 
 

@@ -434,7 +434,9 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Everything of one group. ``roster`` maps each replica known to the store to its administrative state."""
+    """Everything of one group. ``roster`` names each replica known to the store; ``healing`` those that were
+    DIRTY when the open update froze, and say so until they apply it. ``writes`` are under way: (kind, about
+    what); ``unsaved`` are those that ended unknown and are asked for again."""
 
     group: str
     cluster_id: str
@@ -455,9 +457,11 @@ class GroupState:
     trainer: Trainer | None = None
     last_generation: int = 0
     open: Update | None = None
+    healing: frozenset[str] = frozenset()
     history: Mapping[str, Update] = field(default_factory=dict)
     requests: Mapping[str, str] = field(default_factory=dict)
     queue: tuple[tuple[Waiter, object], ...] = ()
     waiters: tuple[Waiter, ...] = ()
     writes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    unsaved: frozenset[tuple[str, str]] = frozenset()
     stepped_down: bool = False

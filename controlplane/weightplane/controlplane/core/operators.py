@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import progress
+from . import progress, trainers
 from .events import SetAdmin, SetPause, SetPolicy
 from .model import Admin, Liveness, Phase, Replica, Waiter, Weights
 from .reasons import Failure, Reason
@@ -16,7 +16,7 @@ __all__ = ["set_admin", "set_pause", "set_policy", "settle_pauses"]
 def set_policy(tx: Tx, e: SetPolicy) -> None:
     """Replace the policies; the next update uses them."""
     tx.set(policy=e.policy)
-    tx.write("group")
+    trainers.write_group(tx)
     tx.reply(e.call_id)
     tx.push_trainers()
     tx.say("policies replaced")
@@ -95,7 +95,7 @@ def set_admin(tx: Tx, e: SetAdmin) -> None:
         return
     failures = 0 if e.admin is Admin.ACTIVE else r.failures_in_a_row
     tx.put_replica(replace(r, admin=e.admin, failures_in_a_row=failures))
-    tx.write("roster", replica_id=r.replica_id, admin=e.admin)
+    tx.write_roster(r.replica_id, e.admin)
     tx.reply(e.call_id)
     tx.push([r.replica_id])
     tx.push_trainers()

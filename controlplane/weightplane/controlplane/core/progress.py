@@ -51,9 +51,15 @@ def gate_open(u: Update) -> bool:
     return all(p.voted and p.verified for p in u.active() if p.mode is Mode.STAGED)
 
 
+def _still_dirty(tx: Tx, u: Update, e: Report) -> bool:
+    """Whether a mix is the old one that this update heals, and no failure of the update."""
+    return e.replica_id in tx.state.healing and not (e.update_id == u.update_id and e.stage >= Stage.APPLIED)
+
+
 def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held: Held) -> None:
     """Take over what a participant's report says of the open update."""
     part = u.parts[replica_id]
+    mixed = mixed and not _still_dirty(tx, u, e)
     if e.update_id != u.update_id:
         if u.phase is Phase.ABORTING and part.stage is Stage.NONE and not u.calls:
             u = tx.put_part(u, replace(part, quiesced=True))
@@ -73,11 +79,11 @@ def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held
         new = replace(new, quiesced=True, unquiesced=False)
     changed = new != part
     u = tx.put_part(u, new)
-    if not changed:
+    if not changed and e.failure is None:
         return
     tx.push_trainers(u.update_id)
     if u.phase in _BEFORE and not part.excluded:
-        if e.stage in (Stage.ABORTED, Stage.FAILED) or mixed:
+        if e.stage in (Stage.ABORTED, Stage.FAILED) or mixed or e.failure is not None:
             failure = e.failure or e.dirty_reason or Failure(Reason.ENGINE, f"replica {replica_id} dropped the update")
             part_failed(tx, u, replica_id, replace(failure, member=failure.member or replica_id, phase=u.phase.value))
             return
@@ -122,7 +128,7 @@ def _count_failure(tx: Tx, replica_id: str, failure: Failure) -> None:
     limit = n >= tx.state.config.quarantine_after and r.admin is Admin.ACTIVE
     tx.put_replica(replace(r, failure=failure, failures_in_a_row=n, admin=Admin.QUARANTINED if limit else r.admin))
     if limit:
-        tx.write("roster", replica_id=replica_id, admin=Admin.QUARANTINED)
+        tx.write_roster(replica_id, Admin.QUARANTINED)
         tx.say(f"replica {replica_id} is QUARANTINED after {n} failures in a row")
 
 
@@ -160,6 +166,8 @@ def exclude(tx: Tx, u: Update, replica_id: str) -> None:
 
     updates.maybe_plan(tx, u)
     u = tx.state.open or u
+    if gate_open(u):
+        tx.push(p.replica_id for p in u.active() if p.mode is Mode.IN_PLACE)
     maybe_armed(tx, u)
     maybe_decide(tx, tx.state.open or u)
 

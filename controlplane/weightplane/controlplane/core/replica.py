@@ -190,7 +190,8 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Remove ``holder``'s pause; generation runs once no holder is left. Ends as Resumed."""
+    """Remove ``holder``'s pause, also one still on its way: after ``Resumed`` no earlier ``Paused`` of that holder comes.
+    Generation runs once no holder is left. Ends as Resumed."""
 
     holder: str
 
@@ -202,7 +203,8 @@ class SendReport:
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """The update being taken. ``busy`` names the operation in flight."""
+    """The update being taken. ``busy`` names the operation in flight, ``pause`` how generation must stand still for it
+    (None: it need not)."""
 
     want: DesiredUpdate
     epoch: int
@@ -213,8 +215,14 @@ class Taking:
     busy: str = ""
     decision: str = ""
     dropping: bool = False
+    pause: PauseMode | None = None
     failure: Failure | None = None
     timings: Timings = Timings()  # noqa: RUF009 - frozen
+
+    @property
+    def held(self) -> Held:
+        """What every worker holds once the update is applied."""
+        return Held(self.want.version, self.want.update_id)
 
     @property
     def voted(self) -> bool:
@@ -229,7 +237,11 @@ class Taking:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One life of a replica. ``paused``: holders in force; ``pausing``: asked of the engine and not confirmed."""
+    """One life of a replica.
+
+    ``paused``: holders in force; ``pausing`` and ``resuming``: asked of the engine and not confirmed. ``newest`` is the
+    last desired state, of ``newest_at``: what it asks for is taken up once the update before it is over.
+    """
 
     replica_id: str
     incarnation: str
@@ -242,10 +254,13 @@ class ReplicaState:
     taking: Taking | None = None
     paused: frozenset[str] = frozenset()
     pausing: frozenset[str] = frozenset()
+    resuming: frozenset[str] = frozenset()
     wanted: tuple[tuple[str, PauseMode], ...] = ()
     sequence: int = 0
     updates_since_start: int = 0
     leaving: bool = False
+    newest: DesiredReplica | None = None
+    newest_at: float = 0.0
 
 
 Effect = Check | Arm | Prepare | Apply | Drop | Pause | Resume | SendReport
@@ -290,7 +305,7 @@ def fenced(state: ReplicaState) -> bool:
 def report_of(state: ReplicaState, bytes_received: int = 0, running_requests: int = 0) -> Report:
     """The report that describes ``state``."""
     t = state.taking
-    holders = state.paused | ({"dirty"} if state.dirty else set())
+    holders = state.paused | state.resuming | ({"dirty"} if state.dirty else set())
     return Report(
         replica_id=state.replica_id,
         incarnation=state.incarnation,
@@ -326,14 +341,23 @@ def _desired(tx: _Tx, e: Desired) -> None:
     if (d.cluster_id, d.epoch) != (s.cluster_id, s.epoch):
         tx.set(cluster_id=d.cluster_id, epoch=d.epoch)
         tx.report(f"epoch {d.epoch} of cluster {d.cluster_id}")
-    _pauses(tx, d.pauses)
+    tx.set(newest=d, newest_at=tx.now, wanted=d.pauses)
+    _settle_pauses(tx)
     t = tx.state.taking
     if t is not None and not t.over and (d.update is None or d.update.update_id != t.want.update_id):
         outcome = dict(d.resolutions).get(t.want.update_id, "")
         _other_update(tx, t, outcome)
         t = tx.state.taking
     if d.update is not None and (t is None or t.over or t.want.update_id == d.update.update_id):
-        _take(tx, d.update)
+        _take(tx, d.update, tx.now)
+
+
+def _next(tx: _Tx) -> None:
+    """The update we were in is over: take up the one that was asked for meanwhile. Nobody asks twice."""
+    s = tx.state
+    want = s.newest.update if s.newest is not None else None
+    if want is not None and s.taking is not None and s.taking.over and want.update_id != s.taking.want.update_id:
+        _take(tx, want, s.newest_at)
 
 
 def _other_update(tx: _Tx, t: Taking, outcome: str) -> None:
@@ -347,14 +371,14 @@ def _other_update(tx: _Tx, t: Taking, outcome: str) -> None:
         tx.report(f"in doubt about {t.want.update_id}")
 
 
-def _take(tx: _Tx, want: DesiredUpdate) -> None:
+def _take(tx: _Tx, want: DesiredUpdate, since: float) -> None:
     t = tx.state.taking
     if t is None or t.want.update_id != want.update_id:
         if want.decision == "COMMIT":
             tx.reason = f"update {want.update_id} is decided and we are not in it"
             tx.report(tx.reason)
             return
-        t = Taking(want, tx.state.epoch, tx.now + want.remaining_s)
+        t = Taking(want, tx.state.epoch, since + want.remaining_s)
         tx.set(taking=t)
         if want.decision == "ABORT":
             tx.take(stage=Stage.ABORTED, decision="ABORT", failure=want.failure)
@@ -422,14 +446,13 @@ def _advance(tx: _Tx) -> None:
 
 def _ready_paused(tx: _Tx, mode: PauseMode) -> bool:
     """Whether generation stands still for the update; asks for it otherwise."""
-    s = tx.state
-    if "update" in s.paused:
-        return True
-    if "update" not in s.pausing:
-        tx.set(pausing=s.pausing | {"update"})
-        tx.effects.append(Pause("update", mode))
+    t = tx.state.taking
+    assert t is not None
+    if t.pause is None:
+        tx.take(pause=mode)
         tx.reason = "pausing for the update"
-    return False
+        _settle_pauses(tx)
+    return "update" in tx.state.paused
 
 
 def _drop(tx: _Tx, failure: Failure, decision: str) -> None:
@@ -443,18 +466,29 @@ def _drop(tx: _Tx, failure: Failure, decision: str) -> None:
     tx.reason = f"dropping {t.want.update_id}: {failure}"
 
 
-def _pauses(tx: _Tx, wanted: tuple[tuple[str, PauseMode], ...]) -> None:
-    """Bring the pauses of operator and trainer in line; ours ("update", "dirty") are not theirs to remove."""
+def _settle_pauses(tx: _Tx) -> None:
+    """Bring each holder's pause in line with who wants one: the coordinator's holders, the update, the dirty fence.
+
+    A holder's pause and resume never overlap, so that the end of an old one cannot be taken for that of a new one. The
+    update's pause ends only once the dirty fence stands, where there must be one.
+    """
     s = tx.state
-    names = {h for h, _ in wanted}
-    for holder, mode in wanted:
-        if holder not in s.paused | s.pausing:
+    t = s.taking
+    wanted = dict(s.wanted)
+    if t is not None and not t.over and t.pause is not None:
+        wanted["update"] = t.pause
+    if s.dirty:
+        wanted["dirty"] = PauseMode.ABORT
+    for holder, mode in wanted.items():
+        if holder not in s.paused | s.pausing | s.resuming:
             tx.set(pausing=tx.state.pausing | {holder})
             tx.effects.append(Pause(holder, mode))
-    for holder in sorted((s.paused | s.pausing) - names - {"update", "dirty"}):
-        tx.set(pausing=tx.state.pausing - {holder})
+    for holder in sorted((s.paused | s.pausing) - wanted.keys()):
+        if holder == "update" and s.dirty and "dirty" not in s.paused:
+            continue
+        now = tx.state
+        tx.set(paused=now.paused - {holder}, pausing=now.pausing - {holder}, resuming=now.resuming | {holder})
         tx.effects.append(Resume(holder))
-    tx.set(wanted=wanted)
 
 
 # --- the agent's own events -----------------------------------------------------------------------------------------
@@ -509,10 +543,20 @@ def _prepared(tx: _Tx, e: Prepared) -> None:
 def _applied(tx: _Tx, e: Applied) -> None:
     t = tx.state.taking
     assert t is not None
-    tx.take(busy="", stage=Stage.APPLIED, timings=e.timings)
-    tx.set(held=e.held, dirty=False, dirty_reason=None, updates_since_start=tx.state.updates_since_start + 1)
-    _release(tx)
+    tx.take(busy="", timings=e.timings)
+    tx.set(held=e.held)
+    if not e.held or any(h != t.held for h in e.held):
+        found = sorted({h.version for h in e.held})
+        message = f"after the apply its workers hold versions {found}, expected {t.want.version} on each"
+        failure = Failure(Reason.INCOMPLETE, message, tx.state.replica_id)
+        tx.take(stage=Stage.FAILED, failure=failure)
+        _soil(tx, failure)
+    else:
+        tx.take(stage=Stage.APPLIED)
+        tx.set(dirty=False, dirty_reason=None, updates_since_start=tx.state.updates_since_start + 1)
+    _settle_pauses(tx)
     tx.report(f"applied {e.update_id}")
+    _next(tx)
 
 
 def _failed(tx: _Tx, e: Failed) -> None:
@@ -527,7 +571,12 @@ def _failed(tx: _Tx, e: Failed) -> None:
         if not e.dirty:
             _soil(tx, e.failure)  # decided, and we could not follow: never serve on
         tx.take(stage=Stage.FAILED, failure=e.failure)
+        _settle_pauses(tx)
         tx.report(f"the apply failed: {e.failure}")
+        _next(tx)
+    elif t.voted and not t.dropping:
+        tx.take(failure=e.failure)
+        tx.report(f"failed after the vote, and waits to be told: {e.failure}")
     elif not t.dropping:
         tx.take(failure=e.failure)
         _drop(tx, e.failure, "")
@@ -543,24 +592,14 @@ def _drained(tx: _Tx, e: Drained) -> None:
         why = f"update {e.update_id} was dropped after its first byte reached live parameters: {t.failure}"
         _soil(tx, Failure(Reason.INCOMPLETE, why, tx.state.replica_id))
     tx.take(stage=Stage.ABORTED if t.decision == "ABORT" else Stage.FAILED, dropping=False, busy="")
-    _release(tx)
+    _settle_pauses(tx)
     tx.report(f"drained {e.update_id}")
+    _next(tx)
 
 
 def _soil(tx: _Tx, failure: Failure) -> None:
     tx.set(dirty=True, dirty_reason=tx.state.dirty_reason or failure)
-    if "dirty" not in tx.state.paused | tx.state.pausing:
-        tx.set(pausing=tx.state.pausing | {"dirty"})
-        tx.effects.append(Pause("dirty", PauseMode.ABORT))
-
-
-def _release(tx: _Tx) -> None:
-    """Remove the update's pause, and the dirty fence once the weights are whole."""
-    s = tx.state
-    gone = {"update"} if s.dirty else {"update", "dirty"}
-    for holder in sorted((s.paused | s.pausing) & gone):
-        tx.effects.append(Resume(holder))
-    tx.set(pausing=s.pausing - gone)
+    _settle_pauses(tx)
 
 
 def _paused(tx: _Tx, e: Paused) -> None:
@@ -570,17 +609,25 @@ def _paused(tx: _Tx, e: Paused) -> None:
         return
     tx.set(paused=s.paused | {e.holder}, pausing=s.pausing - {e.holder})
     tx.report(f"paused by {e.holder}")
+    _settle_pauses(tx)
     _advance(tx)
 
 
 def _resumed(tx: _Tx, e: Resumed) -> None:
-    tx.set(paused=tx.state.paused - {e.holder})
+    s = tx.state
+    if e.holder not in s.resuming:
+        tx.reason = f"a resume of {e.holder} that nobody waits for"
+        return
+    tx.set(resuming=s.resuming - {e.holder})
     tx.report(f"{e.holder} lets generation run")
+    _settle_pauses(tx)
 
 
 def _engine_held(tx: _Tx, e: EngineHeld) -> None:
+    t = tx.state.taking
+    writing = t is not None and not t.over and t.want.mode is Mode.IN_PLACE and "update" in tx.state.paused
     tx.set(held=e.held)
-    if e.dirty:
+    if e.dirty and not writing:  # in place a mix is what we are making, behind a fence
         _soil(tx, Failure(Reason.ENGINE, "the engine says that its weights may be mixed", tx.state.replica_id))
     tx.report("held versions read from the workers")
 

@@ -10,7 +10,7 @@ from .model import Liveness, Phase, Process, Rank, Trainer, Waiter
 from .reasons import Failure, Reason
 from .tx import Tx
 
-__all__ = ["close", "fence", "holder_lives", "init", "maybe_bind", "rank_gone", "rank_hello", "rank_placement", "tick"]
+__all__ = ["close", "fence", "holder_lives", "init", "maybe_bind", "rank_gone", "rank_hello", "rank_placement", "tick", "write_group"]
 
 
 def fence(tx: Tx, generation: int) -> Failure | None:
@@ -114,13 +114,13 @@ def _grant(tx: Tx, e: InitTransfer) -> Trainer:
     if s.trainer is not None:
         for w in s.trainer.waiters:
             tx.reply(w.call_id, Failure(Reason.TRAINER_FENCED, f"trainer {e.trainer_id!r} took over"))
-    if s.open is not None:
-        ending.abort(tx, s.open, Failure(Reason.SUPERSEDED, f"trainer {e.trainer_id!r} took the group over"))
     generation = s.last_generation + 1
     t = Trainer(e.trainer_id, e.incarnation, generation, e.world_size, lineage=e.lineage)
     rewinding = s.rewinding or (e.resume_step is not None and e.resume_step < s.committed_step)
-    tx.set(trainer=t, last_generation=generation, rewinding=rewinding)
-    write_id = tx.write("group")
+    tx.set(trainer=t, last_generation=generation, rewinding=rewinding)  # first: what waits must find its holder fenced
+    if s.open is not None:
+        ending.abort(tx, s.open, Failure(Reason.SUPERSEDED, f"trainer {e.trainer_id!r} took the group over"))
+    write_id = write_group(tx)
     tx.say(f"generation {generation} granted to {e.trainer_id} (write {write_id})")
     if rewinding:
         tx.say(
@@ -128,7 +128,12 @@ def _grant(tx: Tx, e: InitTransfer) -> Trainer:
         )
         tx.push(s.replicas)
     tx.push_trainers()
-    return t
+    return tx.state.trainer or t
+
+
+def write_group(tx: Tx) -> str:
+    """Write the group down; its answer says which generation is durable with it."""
+    return tx.write("group", subject=str(tx.state.last_generation))
 
 
 def maybe_bind(tx: Tx) -> None:
@@ -177,7 +182,9 @@ def rank_gone(tx: Tx, e: RankGone) -> None:
         tx.quietly("a fenced rank's stream ended")
         return
     rank = t.ranks[e.rank]
-    rank = replace(rank, watches=max(0, rank.watches - 1))
+    watches = max(0, rank.watches - 1)
+    until = rank.lease_until if watches else max(rank.lease_until, tx.now + tx.state.config.ttl_s)
+    rank = replace(rank, watches=watches, lease_until=until)
     tx.put_trainer(replace(t, ranks={**t.ranks, e.rank: rank}))
     tx.quietly(f"a stream of rank {e.rank} ended")
 
@@ -222,15 +229,13 @@ def close(tx: Tx, e: CloseTransfer) -> None:
         tx.reply(e.call_id, None if over else fence(tx, e.generation))
         tx.quietly("CloseTransfer repeated or fenced")
         return
+    for w in t.waiters:
+        tx.reply(w.call_id, Failure(Reason.ABORTED_BY_CALLER, f"rank {e.rank} closed the transfer"))
+    tx.put_trainer(replace(t, closed=True, channels=(), waiters=(), ranks={}))  # first: what waits must find it closed
     u = tx.state.open
     if u is not None and u.generation == t.generation:
         ending.abort(tx, u, Failure(Reason.ABORTED_BY_CALLER, f"rank {e.rank} closed the transfer", f"rank/{e.rank}"))
-    for w in t.waiters:
-        tx.reply(w.call_id, Failure(Reason.ABORTED_BY_CALLER, f"rank {e.rank} closed the transfer"))
-    t = tx.state.trainer
-    assert t is not None
-    tx.put_trainer(replace(t, closed=True, channels=(), waiters=(), ranks={}))
-    tx.write("group")
+    write_group(tx)
     tx.reply(e.call_id)
     tx.push_trainers()
     tx.say(f"generation {e.generation} closed by rank {e.rank}")

@@ -79,11 +79,16 @@ class Tx:
         """Tell trainer ranks and watchers, once, at the end of the step."""
         self._trainers[update_id] = None
 
-    def write(self, kind: str, update: Update | None = None, **data: object) -> str:
+    def write_roster(self, replica_id: str, admin: str) -> None:
+        """Write down that a replica belongs to the group, and its administrative state; "" = it does no more."""
+        self.write("roster", subject=replica_id, replica_id=replica_id, admin=admin)
+
+    def write(self, kind: str, update: Update | None = None, subject: str = "", **data: object) -> str:
         """Ask for a durable write; its id comes back in ``Stored``."""
         self._writes += 1
         write_id = f"w{self.state.epoch}.{self.state.revision}.{self._writes}"
-        self.set(writes={**self.state.writes, write_id: (kind, update.update_id if update else "")})
+        about = (kind, update.update_id if update else subject)
+        self.set(writes={**self.state.writes, write_id: about}, unsaved=self.state.unsaved - {about})
         self.effects.append(Write(write_id, kind, self.state.epoch, update, data))
         return write_id
 

@@ -21,6 +21,7 @@ from .model import (
     Update,
     Verify,
     Waiter,
+    Weights,
 )
 from .reasons import Failure, Reason
 from .tx import Tx
@@ -84,18 +85,17 @@ def _roster_missing(tx: Tx) -> list[str]:
 
 def pump(tx: Tx) -> None:
     """Serve queued StartUpdates once nothing is in their way."""
+    late = [w for w, _ in tx.state.queue if w.deadline <= tx.now]
+    if late:
+        u = tx.state.open
+        message = f"update {u.update_id} stayed open" if u is not None else f"waited for replicas {_roster_missing(tx)}"
+        reason = Reason.UPDATE_IN_PROGRESS if u is not None else Reason.NOT_ENOUGH_REPLICAS
+        tx.set(queue=tuple((w, e) for w, e in tx.state.queue if w not in late))
+        for w in late:
+            tx.reply(w.call_id, Failure(reason, f"StartUpdate's time ran out: {message}"))
     while tx.state.queue:
         waiter, event = tx.state.queue[0]
         assert isinstance(event, StartUpdate)
-        if waiter.deadline <= tx.now:
-            u = tx.state.open
-            message = (
-                f"update {u.update_id} stayed open" if u is not None else f"waited for replicas {_roster_missing(tx)}"
-            )
-            reason = Reason.UPDATE_IN_PROGRESS if u is not None else Reason.NOT_ENOUGH_REPLICAS
-            tx.set(queue=tx.state.queue[1:])
-            tx.reply(waiter.call_id, Failure(reason, f"StartUpdate's time ran out: {message}"))
-            continue
         if tx.state.open is not None or _roster_missing(tx):
             return
         tx.set(queue=tx.state.queue[1:])
@@ -125,7 +125,8 @@ def begin(tx: Tx, e: StartUpdate) -> None:
     parts: dict[str, Part] = {}
     for r in chosen:
         mode, why = _mode(options.mode, r)
-        parts[r.replica_id] = Part(r.replica_id, r.incarnation, mode, why, by_replica[r.replica_id].channel_id)
+        channel = by_replica[r.replica_id].channel_id
+        parts[r.replica_id] = Part(r.replica_id, r.incarnation, mode, why, channel)
     total = e.update_timeout_s or s.policy.update_timeout_s
     prepare = e.prepare_timeout_s or max(total - 1.0, total * 0.9)
     u = Update(
@@ -150,7 +151,8 @@ def begin(tx: Tx, e: StartUpdate) -> None:
     requests = {**s.requests, e.request_id: e.update_id}
     while len(requests) > s.config.history:
         requests.pop(next(iter(requests)))
-    tx.set(open=u, last_version=u.version, requests=requests)
+    healing = frozenset(r.replica_id for r in chosen if r.weights is Weights.DIRTY)
+    tx.set(open=u, healing=healing, last_version=u.version, requests=requests)
     write_id = tx.write("freeze", u)
     tx.put_update(replace(u, write_id=write_id))
     tx.say(
@@ -422,7 +424,8 @@ def digests_in(tx: Tx, e: DigestsIn) -> None:
 def finish(tx: Tx, e: FinishUpdate) -> None:
     """FinishUpdate of one rank; with the last rank's, verification begins. Every rank gets the outcome."""
     u, failure = _own(tx, e.generation, e.update_id, e.epoch)
-    if u is not None and (u.phase is Phase.ABORTING or (u.phase is Phase.COMMITTED and not u.closed)):
+    waits = u is not None and (u.phase is Phase.ABORTING or (u.phase is Phase.COMMITTED and not u.closed))
+    if u is not None and waits and (failure is None or failure is u.failure):
         tx.put_update(replace(u, waiters=(*u.waiters, Waiter(e.call_id, "finish", e.rank, deadline=e.deadline))))
         tx.quietly("FinishUpdate waits for the end")
         return
