@@ -32,6 +32,10 @@ def wanted_pieces(manifest: Manifest, receivers: list[Placement]) -> dict[tuple[
     return {key: who for key, who in out.items() if list(elements(key[1]))}
 
 
+def holds(manifest: Manifest, held: Piece, root: int, box: Box) -> bool:
+    return manifest.root(held.tensor) == root and set(elements(box)) <= set(elements(held.box))
+
+
 def check_shape(plan: Plan, manifest: Manifest, senders: list[Placement], bucket_bytes: int) -> None:
     """What holds of every plan, whatever its inputs."""
     keys = [(r.tensor, r.piece_box, r.box) for r in plan.regions]
@@ -88,6 +92,12 @@ def test_every_byte_arrives_exactly_once(data: st.DataObject) -> None:
     assert plan.nbytes == sum(b.nbytes for b in plan.buckets) == sum(size.values())
     for r in plan.regions:
         assert list(r.receivers) == wanted[r.tensor, r.piece_box], "merged, in channel order"
+    load = dict.fromkeys((p.member for p in senders), 0)
+    for r in plan.regions:
+        whole_piece = [p.member for p in senders if any(holds(manifest, q, r.tensor, r.piece_box) for q in p.pieces)]
+        assert not whole_piece or r.box == r.piece_box, "a piece is not cut where one sender holds it"
+        assert not whole_piece or r.sender == min(whole_piece, key=load.__getitem__), "least loaded, ties by order"
+        load[r.sender] += r.nbytes
     for p in receivers:
         pieces = plan.pieces_of(p.member)
         assert [(q.tensor, q.box) for q in pieces] == sorted(key for key, who in wanted.items() if p.member in who)
@@ -230,13 +240,19 @@ def test_loads_differ_by_one_region_at_most(sizes: list[int], count: int) -> Non
 
 
 def test_balance_counts_what_other_sets_of_replicas_gave() -> None:
-    manifest = Manifest.of(
-        [TensorMeta("big", "uint8", (90,)), *(TensorMeta(f"t{i}", "uint8", (30,)) for i in range(5))]
-    )
-    full = full_placement("s0", manifest)
-    senders = [full, Placement.of("s1", full.pieces[1:])]
-    plan = make_plan(manifest, senders, [full_placement("r", manifest)], 64)
-    assert [r.sender for r in plan.regions] == ["s0", "s1", "s1", "s1", "s0", "s1"]
+    sizes = [30, 90, 30, 30, 30, 30]
+    manifest = Manifest.of(TensorMeta(f"t{i}", "uint8", (n,)) for i, n in enumerate(sizes))
+    s0 = full_placement("s0", manifest)
+    s1 = Placement.of("s1", (p for p in s0.pieces if p.tensor != 1))
+    plan = make_plan(manifest, [s0, s1], [full_placement("r", manifest)], 64)
+    assert [r.sender for r in plan.regions] == ["s0", "s0", "s1", "s1", "s1", "s1"]
+
+
+def test_replicas_need_not_hold_equal_boxes() -> None:
+    manifest = Manifest.of(TensorMeta(f"t{i}", "uint8", (8,)) for i in range(4))
+    senders = [full_placement("full", manifest), chunk_placement("half", manifest, 0, 2)]
+    plan = make_plan(manifest, senders, [chunk_placement("r", manifest, 0, 2)], 64)
+    assert [r.sender for r in plan.regions] == ["full", "half", "full", "half"]
 
 
 def test_partly_overlapping_senders_are_each_used_once() -> None:
