@@ -6,7 +6,7 @@ import hashlib
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.plan_sim import boxes, elements, manifests, receiver_sets, whole
@@ -39,6 +39,7 @@ M = Manifest.of(
 )
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_intersect_and_subtract_are_those_of_element_sets(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -132,6 +133,7 @@ def test_the_layout_id_is_the_hash_of_the_documented_text() -> None:
     assert Placement.of("another member", p.pieces).layout_id == p.layout_id
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_layout_ids_are_equal_only_for_equal_layouts(data: st.DataObject) -> None:
     manifest = data.draw(manifests())
@@ -140,6 +142,7 @@ def test_layout_ids_are_equal_only_for_equal_layouts(data: st.DataObject) -> Non
     assert placement_problems(manifest, a) == []
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_uncovered_is_that_of_element_sets(data: st.DataObject) -> None:
     manifest = data.draw(manifests())
@@ -152,6 +155,7 @@ def test_uncovered_is_that_of_element_sets(data: st.DataObject) -> None:
     assert missing == sorted(missing, key=lambda q: (q.tensor, q.box))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_chunks_are_torchs(size: int, ranks: int) -> None:
     shares = [chunk_range(size, ranks, r) for r in range(ranks)]
@@ -180,6 +184,7 @@ def test_grid_boxes_nest_and_count_from_the_end() -> None:
             grid_box((8, 4), [(dim, 2, 0)])
 
 
+@settings(deadline=None)
 @given(manifests(), st.integers(1, 5), st.integers(-3, 2))
 def test_chunk_placements_cover_everything(manifest: Manifest, ranks: int, dim: int) -> None:
     placements = [chunk_placement(f"r{k}", manifest, k, ranks, dim) for k in range(ranks)]

@@ -226,6 +226,7 @@ def test_replicas_share_the_load() -> None:
     assert len(plan.buckets) == 4
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 5))
 def test_loads_differ_by_one_region_at_most(sizes: list[int], count: int) -> None:
     manifest = Manifest.of(TensorMeta(f"t{i}", "uint8", (n,)) for i, n in enumerate(sizes))
