@@ -21,7 +21,7 @@ from weightplane.controlplane.core.model import (
     Update,
 )
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.controlplane.store import Store
+from weightplane.controlplane.store import Store, StoredGroup
 from weightplane.controlplane.store.memory import Disk, MemoryStore
 from weightplane.controlplane.store.sqlite import SqliteStore
 
@@ -105,3 +105,16 @@ def openers(kind: str, tmp_path: Path) -> Opener:
         disk = Disk()
         return lambda: MemoryStore(disk)
     return lambda: SqliteStore(tmp_path / "store.db", busy_timeout_s=0.2)
+
+
+def reopen(opener: Opener) -> StoredGroup:
+    store = opener()
+    try:
+        return store.open().groups[GROUP]
+    finally:
+        store.close()
+
+
+def desk(opener: Opener, keep: int = 1000) -> Desk:
+    store = opener()
+    return Desk(store, store.open().epoch, keep)

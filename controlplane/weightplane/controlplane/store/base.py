@@ -73,7 +73,8 @@ class Store(Protocol):
         - ``decide``: the one decision. Only for the open update, frozen under this epoch. A repeat under the same epoch
           is True again.
         - ``close``: the outcome, for the history (the last ``state.config.history`` per group are kept). It records
-          what ``decide`` stored and never makes a decision: COMMITTED without a stored decision is refused.
+          what ``decide`` stored and never makes a decision: COMMITTED without a stored decision is refused. The one
+          write that a loss of power may undo.
         - ``group``: policy, trainer, generation.
         - ``roster``: ``replica_id`` and its ``admin``; "" removes it.
 

@@ -8,14 +8,11 @@ A change of any table is a new version. All functions are pure and thread-safe.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from ..core import model as m
 from ..core.reasons import Failure, Reason
-from .base import StoreError
+from .kinds import CodecError, Kind, enum, floating, mapping, optional, plain, record, seq, struct
 
 __all__ = [
     "TRANSIENT",
@@ -50,108 +47,7 @@ TRANSIENT: dict[type, dict[str, str]] = {
 }
 
 
-class CodecError(StoreError):
-    """A document is not what this release writes: another version, a missing or foreign field, a wrong type."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How values of one type are written and read. ``encode`` None: as they are."""
-
-    encode: Callable[[Any], Any] | None
-    decode: Callable[[Any], Any]
-
-
-def _plain(*types: type) -> _Kind:
-    def decode(doc: Any) -> Any:
-        if type(doc) not in types:
-            raise CodecError(f"expected {types[0].__name__}, found {type(doc).__name__} {str(doc)[:60]!r}")
-        return doc
-
-    return _Kind(None, decode)
-
-
-def _float() -> _Kind:
-    number = _plain(float, int)
-    return _Kind(None, lambda doc: float(number.decode(doc)))
-
-
-def _enum(cls: type[Enum]) -> _Kind:
-    values = {member.value: member for member in cls}
-
-    def decode(doc: Any) -> Any:
-        if isinstance(doc, (str, int)) and doc in values:
-            return values[doc]
-        raise CodecError(f"no {cls.__name__} is called {str(doc)[:60]!r}")
-
-    return _Kind(lambda value: value.value, decode)
-
-
-def _seq(item: _Kind, make: Callable[[Any], Any] = tuple, order: Callable[[Any], Any] = list) -> _Kind:
-    listed = _plain(list)
-    one = item.encode
-    encode = order if one is None else lambda values: [one(v) for v in order(values)]
-    return _Kind(encode, lambda doc: make(item.decode(v) for v in listed.decode(doc)))
-
-
-def _struct(*items: _Kind) -> _Kind:
-    """A tuple of fixed length."""
-    listed = _plain(list)
-
-    def encode(value: Any) -> Any:
-        return [v if k.encode is None else k.encode(v) for k, v in zip(items, value, strict=True)]
-
-    def decode(doc: Any) -> Any:
-        if len(listed.decode(doc)) != len(items):
-            raise CodecError(f"expected {len(items)} values, found {len(doc)}")
-        return tuple(k.decode(v) for k, v in zip(items, doc, strict=True))
-
-    return _Kind(encode, decode)
-
-
-def _map(item: _Kind) -> _Kind:
-    """A mapping from strings."""
-    mapped = _plain(dict)
-    one = item.encode
-    encode = dict if one is None else lambda value: {k: one(v) for k, v in value.items()}
-    return _Kind(encode, lambda doc: {k: item.decode(v) for k, v in mapped.decode(doc).items()})
-
-
-def _optional(item: _Kind) -> _Kind:
-    one = item.encode
-    return _Kind(
-        lambda value: None if value is None else value if one is None else one(value),
-        lambda doc: None if doc is None else item.decode(doc),
-    )
-
-
-def _record(cls: type[Any], fields: dict[str, _Kind], row: bool = False) -> _Kind:
-    """A dataclass, by name; as a ``row``, by position: for what comes in thousands."""
-    kinds = list(fields.items())
-    shape = _plain(list if row else dict)
-
-    def values(value: Any) -> list[Any]:
-        return [getattr(value, n) if k.encode is None else k.encode(getattr(value, n)) for n, k in kinds]
-
-    def decode(doc: Any) -> Any:
-        shape.decode(doc)
-        if row and len(doc) != len(kinds):
-            raise CodecError(f"{cls.__name__}: expected {len(kinds)} values, found {len(doc)}")
-        if not row and doc.keys() != fields.keys():
-            odd = sorted(doc.keys() ^ fields.keys())
-            raise CodecError(f"{cls.__name__}: fields missing or foreign: {odd[:5]}")
-        got = {}
-        for i, (name, kind) in enumerate(kinds):
-            try:
-                got[name] = kind.decode(doc[i if row else name])
-            except CodecError as e:
-                raise CodecError(f"{cls.__name__}.{name}: {e}") from None
-        return cls(**got)
-
-    return _Kind(values if row else lambda value: dict(zip(fields, values(value), strict=True)), decode)
-
-
-_STR, _INT, _BOOL, _FLOAT = _plain(str), _plain(int), _plain(bool), _float()
+_STR, _INT, _BOOL, _FLOAT = plain(str), plain(int), plain(bool), floating()
 
 
 def _make_failure(reason: str, message: str, **rest: Any) -> Failure:
@@ -162,45 +58,43 @@ def _make_failure(reason: str, message: str, **rest: Any) -> Failure:
 
 
 _FAILURE_FIELDS = {
-    "reason": _STR,
+    "reason": Kind(lambda reason: reason.value, _STR.decode),
     "message": _STR,
     "member": _STR,
     "phase": _STR,
-    "tensors": _seq(_STR),
+    "tensors": seq(_STR),
     "tensor_count": _INT,
 }
-_raw_failure = _record(dict, _FAILURE_FIELDS)
-_FAILURE = _optional(_Kind(_raw_failure.encode, lambda doc: _make_failure(**_raw_failure.decode(doc))))
+_raw_failure = record(dict, _FAILURE_FIELDS)
+_FAILURE = optional(Kind(_raw_failure.encode, lambda doc: _make_failure(**_raw_failure.decode(doc))))
 
-_TIMINGS = _record(m.Timings, {"wire_s": _FLOAT, "verify_s": _FLOAT, "pause_s": _FLOAT, "apply_s": _FLOAT}, row=True)
+_TIMINGS = record(m.Timings, {"wire_s": _FLOAT, "verify_s": _FLOAT, "pause_s": _FLOAT, "apply_s": _FLOAT}, row=True)
 
-_OPTIONS = _record(
+_OPTIONS = record(
     m.Options,
     {
         "manifest_id": _STR,
         "trainer_step": _INT,
-        "selector": _map(_STR),
-        "exclude": _seq(_STR),
+        "selector": mapping(_STR),
+        "exclude": seq(_STR),
         "at_least": _INT,
-        "mode": _enum(m.Mode),
-        "pause": _enum(m.PauseMode),
-        "cache": _enum(m.CachePolicy),
-        "verify": _enum(m.Verify),
+        "mode": enum(m.Mode),
+        "pause": enum(m.PauseMode),
+        "cache": enum(m.CachePolicy),
+        "verify": enum(m.Verify),
     },
 )
-_PLAN = _record(m.PlanSummary, {"plan_id": _STR, "buckets": _INT, "nbytes": _INT, "bytes_for": _map(_INT)})
-_CALL = _record(
-    m.Call, {"seq": _INT, "ranges": _seq(_struct(_STR, _INT, _INT)), "ranks": _seq(_INT, frozenset, sorted)}
-)
-_PART = _record(
+_PLAN = record(m.PlanSummary, {"plan_id": _STR, "buckets": _INT, "nbytes": _INT, "bytes_for": mapping(_INT)})
+_CALL = record(m.Call, {"seq": _INT, "ranges": seq(struct(_STR, _INT, _INT)), "ranks": seq(_INT, frozenset, sorted)})
+_PART = record(
     m.Part,
     {
         "replica_id": _STR,
         "incarnation": _STR,
-        "mode": _enum(m.Mode),
+        "mode": enum(m.Mode),
         "mode_reason": _STR,
         "channel_id": _STR,
-        "stage": _enum(m.Stage),
+        "stage": enum(m.Stage),
         "armed_seq": _INT,
         "bytes_received": _INT,
         "verified": _BOOL,
@@ -211,14 +105,14 @@ _PART = _record(
         "dirty": _BOOL,
         "gone": _BOOL,
         "failure": _FAILURE,
-        "evidence": _enum(m.Evidence),
+        "evidence": enum(m.Evidence),
         "timings": _TIMINGS,
     },
     row=True,
 )
-_PARTS = _seq(_PART, make=lambda parts: {p.replica_id: p for p in parts}, order=lambda parts: list(parts.values()))
+_PARTS = seq(_PART, make=lambda parts: {p.replica_id: p for p in parts}, order=lambda parts: list(parts.values()))
 
-_UPDATE = _record(
+_UPDATE = record(
     m.Update,
     {
         "update_id": _STR,
@@ -229,20 +123,20 @@ _UPDATE = _record(
         "request_id": _STR,
         "fingerprint": _STR,
         "options": _OPTIONS,
-        "phase": _enum(m.Phase),
+        "phase": enum(m.Phase),
         "parts": _PARTS,
-        "absent": _seq(_struct(_STR, _STR)),
-        "channels": _seq(_STR),
+        "absent": seq(struct(_STR, _STR)),
+        "channels": seq(_STR),
         "started_at": _FLOAT,
         "deadline": _FLOAT,
         "prepare_deadline": _FLOAT,
         "started_unix_ms": _INT,
         "frozen": _BOOL,
-        "plans": _map(_PLAN),
+        "plans": mapping(_PLAN),
         "planning": _BOOL,
-        "calls": _seq(_CALL),
-        "digests_in": _seq(_struct(_STR, _INT), frozenset, sorted),
-        "finished_ranks": _seq(_INT, frozenset, sorted),
+        "calls": seq(_CALL),
+        "digests_in": seq(struct(_STR, _INT), frozenset, sorted),
+        "finished_ranks": seq(_INT, frozenset, sorted),
         "failure": _FAILURE,
         "aborting_until": _FLOAT,
         "deciding_until": _FLOAT,
@@ -257,7 +151,7 @@ _UPDATE = _record(
         "closed": _BOOL,
     },
 )
-_TRAINER = _record(
+_TRAINER = record(
     m.Trainer,
     {
         "trainer_id": _STR,
@@ -268,27 +162,27 @@ _TRAINER = _record(
         "closed": _BOOL,
     },
 )
-_POLICY = _record(
+_POLICY = record(
     m.Policy,
     {
         "min_replicas": _INT,
         "at_least": _INT,
-        "cache": _enum(m.CachePolicy),
-        "pause": _enum(m.PauseMode),
+        "cache": enum(m.CachePolicy),
+        "pause": enum(m.PauseMode),
         "failure": _STR,
         "max_stale_versions": _INT,
-        "verify": _enum(m.Verify),
+        "verify": enum(m.Verify),
         "update_timeout_s": _FLOAT,
     },
 )
 
 
-def _wrap(kind: _Kind, value: object) -> dict[str, Any]:
+def _wrap(kind: Kind, value: object) -> dict[str, Any]:
     assert kind.encode is not None
     return {"v": VERSION, **kind.encode(value)}
 
 
-def _unwrap(kind: _Kind, doc: object) -> Any:
+def _unwrap(kind: Kind, doc: object) -> Any:
     if not isinstance(doc, dict) or type(doc.get("v")) is not int:
         raise CodecError(f"expected a document with a version, found {str(doc)[:60]!r}")
     if doc["v"] != VERSION:

@@ -1,4 +1,4 @@
-"""The embedded store: one SQLite file, write-ahead log, an fsync for every commit.
+"""The embedded store: one SQLite file, write-ahead log, an fsync for every commit that anything depends on.
 
 One coordinator leads: opening raises the epoch in the file, and every write is conditional on it, so a former leader's
 writes are refused from then on. The file must be on a local disk.
@@ -43,6 +43,7 @@ class SqliteStore:
         self._db: sqlite3.Connection | None = None
         self._file = (0, 0)
         self._doubt = False
+        self._synced = True
 
     def open(self) -> Loaded:
         """See ``Store.open``. A file that cannot be used is left byte for byte as it was."""
@@ -55,6 +56,7 @@ class SqliteStore:
             try:
                 self._db = schema.connect(self.path, "rw", self._busy_timeout_s)
                 schema.prepare(self.path, self._db, self._busy_timeout_s)
+                self._synced = True
                 info = self.path.stat()
                 self._file = (info.st_dev, info.st_ino)
                 return self._take_over(self._db)
@@ -73,7 +75,8 @@ class SqliteStore:
         with self._lock:
             db = self._ready()
             self._hit(write.kind, "before")
-            self._begin(db)
+            # What a close adds can be lost with the power: the decision, and the version, were synced before.
+            self._begin(db, synced=not (write.kind == "close" and write.update is not None and write.update.frozen))
             try:
                 changes = self._settle(db, group, write, state)
                 if changes is not None:
@@ -147,8 +150,12 @@ class SqliteStore:
             raise StoreError(f"{self.path}: replaced while open; what is written now would be lost. Restart")
         return self._db
 
-    def _begin(self, db: sqlite3.Connection) -> None:
+    def _begin(self, db: sqlite3.Connection, synced: bool = True) -> None:
+        """Begin, with the write lock. A commit not ``synced`` is carried along by the next that is: the log is one."""
         try:
+            if synced is not self._synced:
+                db.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
+                self._synced = synced
             db.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as e:
             raise schema.says(self.path, e) from e
