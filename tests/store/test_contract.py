@@ -148,6 +148,19 @@ def test_the_history_is_bounded_and_in_order(opener: Opener) -> None:
     assert d.store.read_decision(GROUP, "u1"), "what is committed is known beyond the history"
 
 
+def test_a_late_close_of_what_left_the_history_is_no_contradiction(opener: Opener) -> None:
+    d = desk(opener, keep=1)
+    for v in (1, 2):
+        d.freeze(update(v))
+        d.decide(update(v))
+        d.close(committed(update(v)))
+    d.freeze(update(3))
+    d.close(aborted(update(3)))
+    assert d.close(committed(update(1))) and d.close(committed(update(2)))
+    assert not d.close(committed(update(3))) and not d.close(committed(update(4)))
+    assert list(reopen(opener).state.history) == ["u3"]
+
+
 def test_groups_do_not_touch_each_other(opener: Opener) -> None:
     store = opener()
     epoch = store.open().epoch

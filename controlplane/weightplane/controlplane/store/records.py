@@ -174,7 +174,9 @@ def _close(write: Write, u: Update, known: GroupRecord, record: UpdateRecord | N
     if outcome not in (ABORTED, COMMITTED):
         raise StoreError(f"update {u.update_id} is {u.phase}: only an outcome can be written by close")
     if record is None and outcome == COMMITTED:
-        return None
+        # One older than what is committed may have left the history: nothing to record. Any other was never decided.
+        gone = u.version < known.committed_version or u.update_id == known.committed_update
+        return _NOTHING if gone else None
     if record is None:  # its freeze was never stored
         if u.version <= known.last_version:
             return _NOTHING
