@@ -1,0 +1,341 @@
+"""``InferenceAgent``: keeps one inference engine in line with its group. Embeddable: its own threads, nothing global.
+
+No signal handlers, no fork, no event loop: ``start`` and ``stop`` work in a script, a thread, or inside a running loop.
+One loop thread owns the replica's state machine (``core.replica``): events go in, effects come out, nothing blocks it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightplane.controlplane.core import replica as core
+from weightplane.controlplane.core.desired import DesiredReplica
+from weightplane.controlplane.core.events import Report
+from weightplane.controlplane.core.model import Held
+from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus
+from weightplane.transports.base import Transport
+from weightplane.v1 import agent_pb2
+
+from . import codec
+from .engines.base import Engine
+from .faults import failure_of
+from .hello import enabled_transports, hello_message
+from .operations import Operations
+from .rpc import AgentCalls
+from .session import ControlSession, SessionStatus
+
+__all__ = ["AgentStatus", "InferenceAgent"]
+
+log = logging.getLogger("weightplane.inference_agent")
+
+_TICK_S = 0.05  # while an update is taken
+_IDLE_S = 0.5
+_PROGRESS_S = 0.25  # between two reports that tell bytes alone
+
+
+@dataclass(frozen=True)
+class AgentStatus:
+    """A snapshot. ``session``: CONNECTING, LIVE, SUPERSEDED or STOPPED; ``error``: its last error."""
+
+    replica_id: str
+    incarnation: str
+    session: SessionStatus
+    error: str
+    heartbeat: HelperStatus
+    held: tuple[Held, ...]
+    dirty: str
+    update_id: str
+    stage: str
+    pause_holders: frozenset[str]
+    updates_since_start: int
+
+
+@dataclass(frozen=True)
+class _Restart:
+    """The engine started anew behind us."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class _Superseded:
+    why: str
+
+
+class _Leave:
+    """Join no further update."""
+
+
+class InferenceAgent:
+    """The agent of one replica.
+
+    ``dial``: where the control plane is (an address is enough on loopback). ``transports``: names, or instances by
+    name; default: every registered one that works here. ``serving_address``: where routers reach the engine.
+    ``heartbeat=False`` sends no heartbeats (the lease then ends; for tests). Thread-safe.
+    """
+
+    def __init__(
+        self,
+        dial: Dial | str,
+        group: str,
+        replica_id: str,
+        engine: Engine,
+        *,
+        labels: Mapping[str, str] | None = None,
+        transports: Sequence[str] | Mapping[str, Transport] | None = None,
+        serving_address: str = "",
+        heartbeat: bool = True,
+    ) -> None:
+        self.dial = Dial(dial) if isinstance(dial, str) else dial
+        self.group, self.replica_id, self.engine = group, replica_id, engine
+        self._labels = dict(labels or {})
+        self._transports, self._refused = enabled_transports(transports)
+        self._serving_address = serving_address
+        self._beats = heartbeat
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._channel: Any = None
+        self._session: ControlSession | None = None
+        self._helper: HeartbeatHelper | None = None
+        self._ops: Operations | None = None
+        self._state = core.ReplicaState(replica_id, "")
+        self._life = ""
+        self._last: tuple[DesiredReplica, float] | None = None
+        self._told: tuple[float, int] = (0.0, 0)
+
+    # --- the user's side
+
+    def start(self) -> InferenceAgent:
+        """Begin; returns at once (``wait_live`` waits). An agent starts once."""
+        if self._thread is not None:
+            raise RuntimeError("an agent starts once; make a new one")
+        self._channel = self.dial.channel()
+        self._begin_life()
+        self._thread = threading.Thread(target=self._run, name=f"weightplane-agent-{self.replica_id}", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self, reason: str = "the agent stops", *, leave: bool = True, drain_s: float = 5.0) -> None:
+        """End: with ``leave`` in good order: no further update, up to ``drain_s`` for the one under way, goodbye.
+
+        Idempotent, bounded. An update still undecided here is dropped; the engine keeps what is whole, and its label.
+        """
+        if self._thread is None or self._stopping:
+            return
+        if leave:
+            self._events.put(_Leave())
+            end = time.monotonic() + drain_s
+            while (t := self._state.taking) is not None and not t.over and time.monotonic() < end:
+                time.sleep(0.02)
+        self._stopping = True
+        self._events.put(None)
+        self._thread.join(5)
+        if self._session is not None:
+            self._session.stop(reason if leave else "")
+        self._end_life(reason)
+        self._channel.close()
+
+    def wait_live(self, timeout: float = 10.0) -> bool:
+        """Wait until the control stream is open."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if self.status().session is SessionStatus.LIVE:
+                return True
+            time.sleep(0.01)
+        return False
+
+    def engine_restarted(self, why: str = "the engine restarted") -> None:
+        """Tell that the engine (any worker of it) started anew: the replica becomes a new incarnation."""
+        self._events.put(_Restart(why))
+
+    @property
+    def incarnation(self) -> str:
+        """This life's id."""
+        return self._state.incarnation
+
+    def status(self) -> AgentStatus:
+        """How things are now."""
+        s, session, helper = self._state, self._session, self._helper
+        t = s.taking
+        return AgentStatus(
+            replica_id=self.replica_id,
+            incarnation=s.incarnation,
+            session=session.status if session is not None else SessionStatus.STOPPED,
+            error=session.error if session is not None else "",
+            heartbeat=helper.status if helper is not None else HelperStatus.STARTING,
+            held=self.engine.held(),
+            dirty=self.engine.mixed() or (str(s.dirty_reason) if s.dirty else ""),
+            update_id=t.want.update_id if t is not None else "",
+            stage=t.stage.name if t is not None else "",
+            pause_holders=self.engine.holders(),
+            updates_since_start=s.updates_since_start,
+        )
+
+    # --- lives
+
+    def _begin_life(self) -> None:
+        """A fresh incarnation: read what the engine holds, say hello, beat."""
+        engine, incarnation = self.engine, uuid.uuid4().hex
+        engine.abort("", False, "a new agent took the engine over")
+        engine.resume("update")
+        engine.bind(incarnation)
+        self._life = engine.life
+        self._state = core.ReplicaState(
+            self.replica_id, incarnation, len(engine.workers), paused=engine.holders() - {"dirty"}
+        )
+        self._last = None
+        calls = AgentCalls(self.dial, self._channel, self.group, self.replica_id)
+        self._ops = Operations(
+            engine, calls, self.group, self.replica_id, incarnation, self._transports, self._events.put
+        )
+        hello = hello_message(
+            self.group,
+            self.replica_id,
+            incarnation,
+            engine,
+            self._labels,
+            self._transports,
+            self._refused,
+            self._serving_address,
+        )
+        self._session = ControlSession(
+            self.dial,
+            self._channel,
+            hello,
+            self._events.put,
+            self._events.put,
+            lambda why: self._events.put(_Superseded(why)),
+        )
+        self._handle(core.EngineHeld(engine.held(), bool(engine.mixed())))
+        if self._beats:
+            self._helper = HeartbeatHelper(self.dial, self.group, self.replica_id, incarnation)
+            self._helper.start()
+        self._session.start()
+        log.info("replica %s begins life %s (%s)", self.replica_id, incarnation, engine.name)
+
+    def _end_life(self, reason: str) -> None:
+        if self._helper is not None:
+            self._helper.stop()
+            self._helper = None
+        if self._ops is not None:
+            self._ops.abandon(reason)
+            self._ops = None
+            self.engine.resume("update")
+
+    # --- the loop thread
+
+    def _run(self) -> None:
+        looked = 0.0
+        while not self._stopping:
+            t = self._state.taking
+            try:
+                event = self._events.get(timeout=_IDLE_S if t is None or t.over else _TICK_S)
+            except queue.Empty:
+                event = core.Tick()
+            if event is None:
+                return
+            try:
+                self._take(event)
+                if time.monotonic() - looked >= _TICK_S:
+                    looked = time.monotonic()
+                    self._look()
+            except Exception as e:
+                log.exception("replica %s: taking %s failed", self.replica_id, type(event).__name__)
+                self._give_up(e)
+
+    def _give_up(self, error: Exception) -> None:
+        """A fault of ours: the update under way fails by name rather than by its deadline."""
+        t = self._state.taking
+        if t is not None and not t.over and not t.dropping:
+            failure = failure_of(error, self.replica_id, "the agent")
+            self._handle(core.Failed(t.want.update_id, replace(failure, reason=Reason.INTERNAL)))
+
+    def _take(self, event: Any) -> None:
+        if isinstance(event, agent_pb2.Welcome):
+            assert self._ops is not None
+            self._ops.new_session()
+        elif isinstance(event, agent_pb2.DesiredReplica):
+            self._last = (codec.desired(event), time.monotonic())
+            self._handle(core.Desired(self._last[0]))
+        elif isinstance(event, _Restart):
+            self._reborn(event.why)
+        elif isinstance(event, _Leave):
+            self._state = replace(self._state, leaving=True, sequence=self._state.sequence + 1)
+            self._report()
+        elif isinstance(event, _Superseded):
+            if self._helper is not None:
+                self._helper.stop()
+        else:
+            self._handle(event)
+            if isinstance(event, core.Drained | core.Applied | core.Failed):
+                self._again()
+
+    def _handle(self, event: Any) -> None:
+        assert self._ops is not None
+        before = self._state
+        self._state, effects, reason = core.step(before, event, time.monotonic())
+        if effects or self._state != before:
+            log.debug("replica %s: %s: %s", self.replica_id, type(event).__name__, reason)
+        for effect in effects:
+            if isinstance(effect, core.SendReport):
+                self._report()
+            else:
+                self._ops.run(effect, self._state)
+
+    def _again(self) -> None:
+        """What ended may have kept us from taking the newest desired state: look at it again."""
+        if self._last is None:
+            return
+        desired, at = self._last
+        if desired.update is not None:
+            left = max(0.0, desired.update.remaining_s - (time.monotonic() - at))
+            desired = replace(desired, update=replace(desired.update, remaining_s=left))
+        self._handle(core.Desired(desired))
+
+    def _report(self) -> None:
+        """Publish our state; what is held comes from the engine, now."""
+        assert self._ops is not None and self._session is not None
+        landed = self._ops.landed
+        report: Report = core.report_of(self._state, landed, self.engine.running_requests)
+        self._told = (time.monotonic(), landed)
+        self._session.publish(replace(report, held=self.engine.held()))
+
+    def _look(self) -> None:
+        """Between events: deadlines, progress, the helper, and whether the engine is still the one we know."""
+        assert self._ops is not None
+        self._handle(core.Tick())
+        if self.engine.life != self._life:
+            self._reborn("the engine was restarted behind its agent")
+            return
+        helper = self._helper
+        if helper is not None:
+            helper.progress(self._ops.progress)
+            status = self._session.status if self._session is not None else SessionStatus.STOPPED
+            if not helper.alive() and status is not SessionStatus.SUPERSEDED:
+                log.warning("replica %s: the heartbeat helper is gone; starting another", self.replica_id)
+                helper.start()
+        at, told = self._told
+        if self._ops.landed != told and time.monotonic() - at >= _PROGRESS_S:
+            self._state = replace(self._state, sequence=self._state.sequence + 1)
+            self._report()
+
+    def _reborn(self, why: str) -> None:
+        log.warning("replica %s: %s; a new incarnation begins", self.replica_id, why)
+        if self._session is not None:
+            self._session.stop()
+        self._end_life(why)
+        while not self._events.empty():
+            if self._events.get() is None:  # stop() was called meanwhile
+                self._events.put(None)
+                break
+        self._begin_life()

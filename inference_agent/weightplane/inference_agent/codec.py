@@ -1,0 +1,246 @@
+"""Between the contract's messages and the core's values, on the agent's side. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from weightplane.controlplane.core.desired import ArmedCall, DesiredReplica, DesiredUpdate
+from weightplane.controlplane.core.events import Report
+from weightplane.controlplane.core.manifest import Manifest, TensorMeta
+from weightplane.controlplane.core.model import (
+    CachePolicy,
+    Channel,
+    Evidence,
+    Held,
+    Mode,
+    Offer,
+    PauseMode,
+    Stage,
+    Verify,
+)
+from weightplane.controlplane.core.placement import Box, Placement, full_box
+from weightplane.controlplane.core.plan import Bucket, Plan, PlanError, Region, Segment
+from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.v1 import agent_pb2, common_pb2, tensor_pb2, transport_pb2, update_pb2
+
+__all__ = [
+    "desired",
+    "enum",
+    "failure",
+    "failure_message",
+    "manifest",
+    "number",
+    "placement_pages",
+    "plan",
+    "report_message",
+]
+
+_PAGE_PIECES = 20_000
+_MESSAGE_BYTES = 2048
+
+_PROTO: dict[type[Any], tuple[Any, str]] = {
+    Mode: (common_pb2.Mode, "MODE_"),
+    PauseMode: (common_pb2.PauseMode, "PAUSE_MODE_"),
+    CachePolicy: (common_pb2.CachePolicy, "CACHE_POLICY_"),
+    Verify: (common_pb2.VerifyLevel, "VERIFY_LEVEL_"),
+    Evidence: (common_pb2.Evidence, "EVIDENCE_"),
+    Reason: (common_pb2.Reason, "REASON_"),
+    Stage: (agent_pb2.ReplicaStage, "REPLICA_STAGE_"),
+}
+
+
+def number(value: Any) -> Any:
+    """The contract's number of a core enum's value; 0 where the contract says UNSPECIFIED."""
+    proto, prefix = _PROTO[type(value)]
+    name = prefix + str(value.name)
+    return proto.Value(name) if name in proto.keys() else 0  # noqa: SIM118 - an enum wrapper, not a dict
+
+
+def enum(kind: type[Any], value: int, default: Any) -> Any:
+    """The core's value of a contract's number; ``default`` for UNSPECIFIED or a number of a newer contract."""
+    proto, prefix = _PROTO[kind]
+    if not value or value not in proto.values():
+        return default
+    return kind[str(proto.Name(value)).removeprefix(prefix)]
+
+
+# --- out ------------------------------------------------------------------------------------------------------------
+
+
+def _held(h: Held) -> common_pb2.HeldVersion:
+    return common_pb2.HeldVersion(version=h.version, update_id=h.update_id)
+
+
+def _short(text: str, limit: int) -> str:
+    raw = text.encode("utf-8", "replace")
+    return raw.decode() if len(raw) <= limit else raw[: limit - 3].decode("utf-8", "ignore") + "..."
+
+
+def failure_message(f: Failure) -> common_pb2.Failure:
+    """A failure, bounded as the contract asks."""
+    return common_pb2.Failure(
+        reason=number(f.reason),
+        message=_short(f.message, _MESSAGE_BYTES),
+        member=f.member,
+        phase=f.phase,
+        tensors=[_short(t, 1024) for t in f.tensors[:5]],
+        tensor_count=f.tensor_count or len(f.tensors),
+    )
+
+
+def report_message(r: Report, desired_revision: int) -> agent_pb2.ReplicaReport:
+    """A report as it goes on the stream (under 64 KiB, whatever it says)."""
+    m = agent_pb2.ReplicaReport(
+        sequence=r.sequence,
+        desired_revision=desired_revision,
+        held=[_held(h) for h in r.held],
+        dirty=r.dirty,
+        update_id=r.update_id,
+        stage=number(r.stage),
+        armed_seq=r.armed_seq,
+        bytes_received=r.bytes_received,
+        timings=update_pb2.ReplicaTimings(
+            wire_s=r.timings.wire_s,
+            verify_s=r.timings.verify_s,
+            pause_s=r.timings.pause_s,
+            apply_s=r.timings.apply_s,
+        ),
+        pause_holders=r.pause_holders,
+        updates_since_start=r.updates_since_start,
+        leaving=r.leaving,
+        running_requests=r.running_requests,
+    )
+    if r.dirty_reason is not None:
+        m.dirty_reason.CopyFrom(failure_message(r.dirty_reason))
+    if r.failure is not None:
+        m.failure.CopyFrom(failure_message(r.failure))
+    return m
+
+
+def _ranges(box: Box) -> list[tensor_pb2.Range]:
+    return [tensor_pb2.Range(start=a, stop=b) for a, b in box]
+
+
+def placement_pages(p: Placement, manifest: Manifest) -> Iterator[tuple[tensor_pb2.Placement, int, int]]:
+    """(page, index of its first piece, pieces in all). A full copy is one short page."""
+    whole = [full_box(t.shape) for t in manifest]
+    if len(p.pieces) == len(whole) and all(q.tensor == i and q.box == whole[i] for i, q in enumerate(p.pieces)):
+        yield tensor_pb2.Placement(member=p.member, full=True), 0, len(p.pieces)
+        return
+    for first in range(0, max(1, len(p.pieces)), _PAGE_PIECES):
+        pieces = [
+            tensor_pb2.Piece(tensor=q.tensor, box=[] if q.box == whole[q.tensor] else _ranges(q.box))
+            for q in p.pieces[first : first + _PAGE_PIECES]
+        ]
+        yield tensor_pb2.Placement(member=p.member, pieces=pieces), first, len(p.pieces)
+
+
+# --- in -------------------------------------------------------------------------------------------------------------
+
+
+def failure(m: common_pb2.Failure) -> Failure:
+    """A failure as told."""
+    reason = enum(Reason, m.reason, Reason.INTERNAL)
+    return Failure(reason, m.message, m.member, m.phase, tuple(m.tensors), m.tensor_count)
+
+
+def desired(m: agent_pb2.DesiredReplica) -> DesiredReplica:
+    """The desired state. Unset enums become the contract's defaults."""
+    mode = enum(PauseMode, m.pause_mode, PauseMode.KEEP)
+    return DesiredReplica(
+        replica_id="",
+        incarnation=m.incarnation,
+        epoch=m.epoch,
+        cluster_id=m.cluster_id,
+        committed=Held(m.committed.version, m.committed.update_id),
+        update=_update(m.update) if m.HasField("update") else None,
+        resolutions=tuple((r.update_id, _decision(r.decision)) for r in m.resolutions),
+        pauses=tuple((h, mode) for h in m.pause_holders),
+    )
+
+
+def _decision(value: int) -> str:
+    if value == agent_pb2.DECISION_COMMIT:
+        return "COMMIT"
+    return "ABORT" if value == agent_pb2.DECISION_ABORT else ""
+
+
+def _update(m: agent_pb2.DesiredUpdate) -> DesiredUpdate:
+    channel_id = m.channel.channel_id
+    return DesiredUpdate(
+        update_id=m.update_id,
+        version=m.version,
+        trainer_step=m.trainer_step,
+        lineage=m.lineage,
+        generation=m.generation,
+        manifest_id=m.manifest_id,
+        plan_id=m.plan_id,
+        channel=_channel(m.channel) if m.HasField("channel") else None,
+        mode=enum(Mode, m.mode, Mode.STAGED),
+        pause=enum(PauseMode, m.pause_mode, PauseMode.KEEP),
+        cache=enum(CachePolicy, m.cache_policy, CachePolicy.CLEAR),
+        verify=enum(Verify, m.verify, Verify.FULL),
+        calls=tuple(
+            ArmedCall(c.seq, tuple((b.first, b.count) for b in c.buckets if b.channel_id in ("", channel_id)))
+            for c in m.calls
+        ),
+        all_called=m.all_called,
+        decision=_decision(m.decision),
+        failure=failure(m.failure) if m.HasField("failure") else None,
+        remaining_s=m.remaining_ms / 1000,
+    )
+
+
+def _channel(m: transport_pb2.ChannelBinding) -> Channel:
+    return Channel(
+        channel_id=m.channel_id,
+        transport=m.transport,
+        key=m.key,
+        senders=tuple(m.senders),
+        receivers=tuple(m.receivers),
+        replicas=(),
+        modes=(),
+        bucket_bytes=m.bucket_bytes,
+        offers={member: Offer(o.transport, o.SerializeToString()) for member, o in m.offers.items()},
+    )
+
+
+def manifest(pages: Iterable[agent_pb2.GetManifestResponse], manifest_id: str) -> Manifest:
+    """A manifest from its pages, in order. ``ManifestError`` if it is not sound, ``ValueError`` if it is another."""
+    made = Manifest.of(TensorMeta(t.name, t.dtype, tuple(t.shape), t.alias_of) for page in pages for t in page.tensors)
+    if made.id != manifest_id:
+        raise ValueError(f"manifest {manifest_id} arrived as {made.id}: its pages are not one manifest")
+    return made
+
+
+def plan(pages: Sequence[tensor_pb2.PlanPage], manifest: Manifest) -> Plan:
+    """A plan from its pages. ``PlanError`` if its content is not what its id says."""
+    head = pages[0]
+    members = tuple(head.members)
+    sets = [tuple(members[i] for i in s.members) for s in head.receiver_sets]
+
+    def box(ranges: Any, tensor: int) -> Box:
+        return tuple((r.start, r.stop) for r in ranges) or full_box(manifest.tensors[tensor].shape)
+
+    regions = tuple(
+        Region(
+            r.tensor,
+            box(r.piece_box, r.tensor),
+            box(r.box, r.tensor),
+            members[r.sender],
+            sets[r.receiver_set],
+            r.nbytes,
+        )
+        for page in pages
+        for r in page.regions
+    )
+    buckets: list[Bucket] = []
+    for b in (b for page in pages for b in page.buckets):
+        segments = tuple(Segment(s.region, s.offset, s.nbytes) for s in b.segments)
+        nbytes = sum(s.nbytes for s in segments)
+        buckets.append(Bucket(len(buckets), members[b.sender], sets[b.receiver_set], segments, nbytes))
+    made = Plan.of(head.manifest_id, head.bucket_bytes, regions, buckets)
+    if made.id != head.plan_id:
+        raise PlanError([f"plan {head.plan_id} arrived as {made.id}"])
+    return made

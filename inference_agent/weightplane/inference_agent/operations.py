@@ -1,0 +1,334 @@
+"""Carries out what the replica's state machine asks for, and reports each end as an event.
+
+``run`` is called on the agent's loop thread and never blocks: checking, arming, receiving, preparing and applying go on
+on one work thread (and a data thread per worker), in order; a drop aborts the channels at once and is finished on the
+work thread, behind whatever it interrupts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weightplane.controlplane import failpoints
+from weightplane.controlplane.core import replica as core
+from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.model import Evidence, Timings, Verify
+from weightplane.controlplane.core.plan import Plan
+from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.transports.base import Transport
+from weightplane.transports.buckets import SinkSpans
+
+from .caches import Newest
+from .engines.base import Description, Engine, EngineUpdate
+from .faults import Refusal, failure_of
+from .receipts import Ledger, WorkerPlan, receipt_pages
+from .rpc import Abandoned, AgentCalls
+from .threads import WorkThread, detached
+from .transfer import Channels, Transfer, Worker
+
+__all__ = ["Operations"]
+
+log = logging.getLogger("weightplane.inference_agent")
+
+_KEPT = 4  # manifests, plans, sinks remembered
+_PLACED = 8  # the coordinator remembers the newest 15
+
+
+class Operations:
+    """One life's operations. ``emit`` takes events from any thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        calls: AgentCalls,
+        group: str,
+        replica_id: str,
+        incarnation: str,
+        transports: Mapping[str, Transport],
+        emit: Callable[[Any], None],
+    ) -> None:
+        self._engine, self._calls = engine, calls
+        self._replica_id, self._incarnation = replica_id, incarnation
+        self._emit = emit
+        self.members = [f"{replica_id}/{w}" for w in range(len(engine.workers))]
+        self._channels = Channels(group, transports)
+        self._work = WorkThread(f"weightplane-update-{replica_id}")
+        self._data = [WorkThread(f"weightplane-data-{m}") for m in self.members]
+        self._transfer: Transfer | None = None
+        self._epoch = 0
+        self._manifests, self._plans = Newest(_KEPT), Newest(_KEPT)
+        self._described, self._shares = Newest(_KEPT), Newest(2 * _KEPT)
+        self._placed = Newest(_PLACED)
+        self._paused_at: dict[str, float] = {}
+        self._steps = 0
+        self._closed = False
+
+    # --- on the loop thread
+
+    def run(self, effect: core.Effect, state: core.ReplicaState) -> None:
+        """Begin one effect (but ``SendReport``)."""
+        self._epoch = state.epoch
+        t = self._transfer
+        if t is not None and state.taking is not None and state.taking.want.update_id == t.update_id:
+            t.want = state.taking.want
+        if isinstance(effect, core.Check):
+            assert state.taking is not None
+            self._transfer = t = Transfer(state.taking.want, state.taking.epoch, state.taking.deadline)
+            self._begin(t, "checking the manifest", lambda: self._check(t))
+        elif isinstance(effect, core.Pause):
+            self._pause(effect)
+        elif isinstance(effect, core.Resume):
+            self._engine.resume(effect.holder)
+            self._paused_at.pop(effect.holder, None)
+            self._emit(core.Resumed(effect.holder))
+        elif t is None:
+            raise AssertionError(f"{effect} without a transfer")
+        elif isinstance(effect, core.Arm):
+            self._begin(t, f"call {effect.seq}", lambda: self._arm(t, effect.seq))
+        elif isinstance(effect, core.Prepare):
+            self._begin(t, "preparing", lambda: self._prepare(t))
+        elif isinstance(effect, core.Apply):
+            self._begin(t, "applying", lambda: self._apply(t), applying=True)
+        elif isinstance(effect, core.Drop):
+            t.cancel(effect.reason)
+            self._work.submit(lambda: self._drain(t, effect.reason))
+
+    def new_session(self) -> None:
+        """The coordinator may have forgotten our placements."""
+        self._placed.clear()
+
+    @property
+    def landed(self) -> int:
+        """Payload bytes of the current update in place."""
+        t = self._transfer
+        return t.landed if t is not None else 0
+
+    @property
+    def progress(self) -> int:
+        """Rises with every unit of work done."""
+        return self._steps + self.landed
+
+    def abandon(self, reason: str, timeout: float = 2.0) -> bool:
+        """This life ends: drop the update, free the channels, let the engine keep only what is whole.
+
+        False if something could not be drained in time (it is left behind, on daemon threads).
+        """
+        self._closed = True
+        t = self._transfer
+        if t is not None:
+            t.cancel(reason)
+        done = self._work.submit(lambda: self._engine.abort("", t is not None and t.wrote, reason))
+        self._work.stop()
+        for thread in self._data:
+            thread.stop()
+        try:
+            done.result(timeout)
+        except TimeoutError:
+            log.error("replica %s: an operation did not end within %.1f s after %s", self._replica_id, timeout, reason)
+            return False
+        finally:
+            detached("weightplane-close", self._channels.close)
+        return True
+
+    # --- pauses
+
+    def _pause(self, effect: core.Pause) -> None:
+        holder = effect.holder
+        self._paused_at.setdefault(holder, time.monotonic())
+        try:
+            self._engine.pause(holder, effect.mode)
+            if self._engine.wait_paused(holder, 0):
+                self._emit(core.Paused(holder))
+                return
+        except Exception as e:
+            self._pause_failed(holder, e)
+            return
+        detached(f"weightplane-pause-{holder}", lambda: self._wait_paused(holder))
+
+    def _wait_paused(self, holder: str) -> None:
+        try:
+            while not self._closed:
+                if self._engine.wait_paused(holder, 0.5):
+                    self._emit(core.Paused(holder))
+                    return
+                if holder not in self._engine.holders():
+                    return
+        except Exception as e:
+            self._pause_failed(holder, e)
+
+    def _pause_failed(self, holder: str, error: Exception) -> None:
+        log.error("replica %s: pausing for %s failed", self._replica_id, holder, exc_info=error)
+        t = self._transfer
+        if holder == "update" and t is not None:
+            self._emit(core.Failed(t.update_id, failure_of(error, self._replica_id, "pausing generation")))
+
+    # --- on the work thread
+
+    def _begin(self, t: Transfer, doing: str, work: Callable[[], None], applying: bool = False) -> None:
+        def run() -> None:
+            if self._closed:
+                return
+            try:
+                work()
+            except Abandoned:
+                return  # dropped meanwhile: the drain behind us says so
+            except Exception as e:
+                if t.cancelled.is_set() and not applying:
+                    log.info("update %s: %s ended by its abort: %s", t.update_id, doing, e)
+                    return
+                self._failed(t, e, doing, applying)
+
+        self._work.submit(run)
+
+    def _failed(self, t: Transfer, error: Exception, doing: str, applying: bool) -> None:
+        failure = failure_of(error, self._replica_id, doing)
+        expected = isinstance(error, Refusal)
+        log.error("update %s: %s", t.update_id, failure, exc_info=None if expected else error)
+        if applying:
+            self._engine.abort(t.update_id, True, str(failure))
+            self._forget(t)
+        self._emit(core.Failed(t.update_id, failure, dirty=applying))
+
+    def _forget(self, t: Transfer) -> None:
+        if self._transfer is t:
+            self._transfer = None
+
+    def _check(self, t: Transfer) -> None:
+        failpoints.hit("replica.check.before")
+        want, engine = t.want, self._engine
+        manifest = self._manifest(t)
+        t.manifest, t.layout = manifest, engine.layout()
+        key = (manifest.id, t.layout)
+        said: Description | None = self._described.get(key)
+        if said is None:
+            said = engine.describe(manifest, self.members)
+            failure = said.failure(self._replica_id)
+            if failure is not None:
+                raise Refusal(failure)
+            self._described.keep(key, said)
+            for what, names in (("ignores", said.ignored), ("keeps, unsent,", said.kept)):
+                if names:
+                    log.info("replica %s %s %d tensor(s): %s", self._replica_id, what, len(names), names[:5])
+        if want.mode not in engine.modes:
+            message = f"mode {want.mode} is not possible now: {engine.staging_refusal}"
+            raise Refusal(Failure(Reason.CAPABILITY, message, self._replica_id))
+        for placement in said.placements:
+            place = (*key, placement.member, self._epoch)
+            if place not in self._placed:
+                self._calls.put_placement(self._incarnation, placement, manifest, t.deadline, t.cancelled.is_set)
+                self._placed.keep(place, True)
+        engine.begin(
+            EngineUpdate(t.update_id, want.version, want.trainer_step, want.lineage, want.mode, want.cache, manifest)
+        )
+        failpoints.hit("replica.check.after")
+        self._steps += 1
+        self._emit(core.Checked(t.update_id))
+
+    def _manifest(self, t: Transfer) -> Manifest:
+        manifest: Manifest | None = self._manifests.get(t.want.manifest_id)
+        if manifest is None:
+            manifest = self._calls.manifest(t.want.manifest_id, t.deadline, t.cancelled.is_set)
+            self._manifests.keep(manifest.id, manifest)
+        return manifest
+
+    def _plan(self, t: Transfer, manifest: Manifest) -> Plan:
+        plan: Plan | None = self._plans.get(t.want.plan_id)
+        if plan is None:
+            plan = self._calls.plan(t.want.plan_id, manifest, t.deadline, t.cancelled.is_set)
+            self._plans.keep(plan.id, plan)
+        return plan
+
+    def _open(self, t: Transfer) -> None:
+        """Channels, sinks and ledgers of every worker, on its own data thread."""
+        manifest, channel = t.manifest, t.want.channel
+        if manifest is None or channel is None or not t.want.plan_id:
+            raise Refusal(Failure(Reason.INTERNAL, "a call to arm came without channel or plan", self._replica_id))
+        plan = self._plan(t, manifest)
+        for w, member in enumerate(self.members):
+            key = (plan.id, member, t.want.mode, t.layout)
+            if key not in self._shares:
+                made = SinkSpans(plan, manifest, member, self._engine.targets(w))
+                self._shares.keep(key, (WorkerPlan(plan, manifest, member), made))
+            share, sink = self._shares[key]
+            opened = self._data[w].submit(lambda m=member: self._channels.get(channel, m)).result()  # type: ignore[misc]
+            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come=not t.in_place)
+            t.add(Worker(member, self._data[w], opened, sink, ledger, opened.bytes_landed))
+
+    def _arm(self, t: Transfer, seq: int) -> None:
+        if not t.workers:
+            self._open(t)
+        t.arm(seq)
+        self._step()
+        self._emit(core.Armed(t.update_id, seq))
+        t.receive(self._engine, self._step)
+        self._emit(core.Received(t.update_id, seq))
+
+    def _step(self) -> None:
+        self._steps += 1
+
+    def _prepare(self, t: Transfer) -> None:
+        failpoints.hit("replica.prepare.before")
+        for w in t.workers:
+            self._complete(w)
+        start = time.monotonic()
+        self._engine.prepare(t.update_id)
+        evidence = Evidence.RECEIVED
+        if t.in_place and t.want.verify is not Verify.OFF:
+            self._read_back(t.workers)
+            evidence = self._engine.evidence
+        verify_s = time.monotonic() - start
+        for w in t.workers:
+            pages = receipt_pages(w.ledger, t.update_id, evidence, w.landed, w.ledger.packed())
+            self._calls.put_receipt(self._incarnation, self._epoch, pages, t.deadline, t.cancelled.is_set)
+        failpoints.hit("replica.prepare.after")
+        self._step()
+        self._emit(core.Prepared(t.update_id, Timings(max(0.0, t.received_at - t.armed_at), verify_s)))
+
+    def _complete(self, w: Worker) -> None:
+        """Refuse to vote short of the plan, or when the transport moved other than it said."""
+        names = w.ledger.missing()
+        planned = sum(b.nbytes for b in w.ledger.share.buckets)
+        message = ""
+        if names:
+            message = f"{w.member}: bytes of {len(names)} tensor(s) are missing: {', '.join(map(repr, names[:5]))}"
+        elif w.landed != planned:
+            message = f"{w.member}: expected {planned} payload bytes, the transport put {w.landed} in place"
+        if message:
+            raise Refusal(Failure(Reason.INCOMPLETE, message, self._replica_id, "", tuple(names[:5]), len(names)))
+
+    def _read_back(self, workers: Sequence[Worker]) -> None:
+        live = [self._engine.live(i) for i in range(len(workers))]
+        for f in [w.thread.submit(lambda w=w, x=x: w.ledger.read_back(x)) for w, x in zip(workers, live, strict=True)]:  # type: ignore[misc]
+            f.result()
+
+    def _apply(self, t: Transfer) -> None:
+        failpoints.hit("replica.apply.before")
+        start = time.monotonic()
+        if not t.in_place:
+            self._engine.apply(t.update_id)
+            if t.want.verify is not Verify.OFF:
+                self._read_back(t.workers)
+        self._engine.commit(t.update_id)
+        failpoints.hit("replica.apply.after")
+        now = time.monotonic()
+        wire_s = max(0.0, t.received_at - t.armed_at)
+        pause_s = now - self._paused_at.get("update", start)
+        self._step()
+        self._forget(t)
+        self._emit(core.Applied(t.update_id, self._engine.held(), Timings(wire_s, 0.0, pause_s, now - start)))
+
+    def _drain(self, t: Transfer, reason: str) -> None:
+        failpoints.hit("replica.drop.before")
+        wrote = t.wrote
+        try:
+            self._engine.abort(t.update_id, wrote, reason)
+        except Exception:
+            log.exception("update %s: the engine could not drop it; its memory counts as mixed", t.update_id)
+            wrote = True
+        self._channels.discard([w.channel for w in t.workers])
+        self._forget(t)
+        failpoints.hit("replica.drop.after")
+        self._emit(core.Drained(t.update_id, wrote))

@@ -1,0 +1,185 @@
+"""What a worker can prove: bytes landed and digests per planned region, as they came or read back from live tensors.
+
+One ``Ledger`` per worker and update, used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from weightplane.controlplane.core.manifest import DTYPE_BYTES, Manifest
+from weightplane.controlplane.core.model import Evidence, Verify
+from weightplane.controlplane.core.placement import Box
+from weightplane.controlplane.core.plan import Bucket, Plan
+from weightplane.controlplane.core.verify import sampled_regions
+from weightplane.transports.digest import Digest, digest_spans, digest_tensor
+from weightplane.v1 import update_pb2
+
+from . import codec
+from .engines.base import EngineError, LocalTensors
+
+__all__ = ["Ledger", "WorkerPlan", "receipt_pages"]
+
+_PAGE_DIGESTS = 100_000
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker's share of a plan, worked out once and replayed."""
+
+    plan: Plan
+    manifest: Manifest
+    member: str
+
+    @cached_property
+    def regions(self) -> tuple[int, ...]:
+        """Indices of the regions it receives, in plan order: the order of its receipt."""
+        return tuple(i for i, r in enumerate(self.plan.regions) if self.member in r.receivers)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets it receives, in plan order."""
+        return self.plan.buckets_for(self.member)
+
+    @cached_property
+    def _aliases(self) -> dict[int, list[int]]:
+        out: dict[int, list[int]] = {}
+        for i in range(len(self.manifest)):
+            out.setdefault(self.manifest.root(i), []).append(i)
+        return out
+
+    def name(self, region: int) -> str:
+        """The tensor that a region is of."""
+        return self.manifest.tensors[self.plan.regions[region].tensor].name
+
+    def homes(self, region: int, tensors: LocalTensors) -> Iterator[torch.Tensor]:
+        """Every view of ``tensors`` that holds the region, under whatever name."""
+        r = self.plan.regions[region]
+        for entry in self._aliases.get(r.tensor, ()):
+            local = tensors.get(entry)
+            if local is not None and local[1] == r.piece_box:
+                yield _cut(local[0], r.piece_box, r.box)
+
+    def hashed(self, update_id: str, verify: Verify) -> frozenset[int]:
+        """The regions whose digests count at this level."""
+        if verify is Verify.OFF:
+            return frozenset()
+        if verify is Verify.SAMPLED:
+            return frozenset(self.regions) & frozenset(sampled_regions(update_id, len(self.plan.regions)))
+        return frozenset(self.regions)
+
+
+def _cut(tensor: torch.Tensor, have: Box, want: Box) -> torch.Tensor:
+    for dim, ((start, stop), (base, end)) in enumerate(zip(want, have, strict=True)):
+        if (start, stop) != (base, end):
+            tensor = tensor.narrow(dim, start - base, stop - start)
+    return tensor
+
+
+class Ledger:
+    """What one worker got of one update: bytes per region, and their digests as they came (``as_they_come``)."""
+
+    def __init__(self, share: WorkerPlan, update_id: str, verify: Verify, as_they_come: bool) -> None:
+        self.share = share
+        self._verify = verify
+        self._wanted = share.hashed(update_id, verify)
+        self._hash = as_they_come
+        self._landed: dict[int, int] = {}
+        self._open: dict[int, Digest] = {}
+        self.digests: dict[int, int] = {}
+
+    def feed(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
+        """A bucket is in place: count it and hash what lies in its spans. Buckets come once, in plan order."""
+        for segment, span in zip(bucket.segments, spans, strict=True):
+            i, region = segment.region, self.share.plan.regions[segment.region]
+            before = self._landed.get(i, 0)
+            if before != segment.offset:
+                raise EngineError(
+                    f"tensor {self.share.name(i)!r}: {before} bytes are in place and bucket {bucket.index} goes on at "
+                    f"{segment.offset}",
+                    [self.share.name(i)],
+                )
+            self._landed[i] = before + segment.nbytes
+            if not self._hash or i not in self._wanted:
+                continue
+            if segment.nbytes == region.nbytes:
+                self.digests[i] = digest_spans([span])
+                continue
+            digest = self._open.setdefault(i, Digest())
+            digest.update(span)
+            if digest.nbytes == region.nbytes:
+                self.digests[i] = self._open.pop(i).value
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes counted."""
+        return sum(self._landed.values())
+
+    @property
+    def elements(self) -> int:
+        """Elements of the regions that are whole."""
+        plan, manifest = self.share.plan, self.share.manifest
+        return sum(n // DTYPE_BYTES[manifest.tensors[plan.regions[i].tensor].dtype] for i, n in self._landed.items())
+
+    def missing(self) -> list[str]:
+        """Names of the tensors of which bytes are missing."""
+        regions = self.share.plan.regions
+        short = (i for i in self.share.regions if self._landed.get(i, 0) != regions[i].nbytes)
+        return list(dict.fromkeys(self.share.name(i) for i in short))
+
+    def read_back(self, live: LocalTensors) -> None:
+        """Take the digests from live memory, under every name; raise ``EngineError`` naming what differs.
+
+        Where digests were taken as the bytes came, live memory must have the same; else the live ones are the record,
+        and two homes of one region must agree.
+        """
+        wrong: list[str] = []
+        for i in self.share.regions:
+            if i not in self._wanted:
+                continue
+            found = [digest_tensor(home, self.share.name(i)) for home in self.share.homes(i, live)]
+            if not found or any(d != self.digests.setdefault(i, found[0]) for d in found):
+                wrong.append(self.share.name(i))
+        if wrong:
+            names = list(dict.fromkeys(wrong))
+            raise EngineError(
+                f"live memory is not what was received, in {len(names)} tensor(s): {', '.join(map(repr, names[:5]))}",
+                names,
+            )
+
+    def packed(self) -> array[int]:
+        """The digests in receipt order; 0 where nothing was asked. Empty when the level is OFF."""
+        if self._verify is Verify.OFF:
+            return array("Q")
+        return array("Q", [self.digests.get(i, 0) for i in self.share.regions])
+
+
+def receipt_pages(
+    ledger: Ledger, update_id: str, evidence: Evidence, bytes_received: int, digests: Sequence[int]
+) -> list[update_pb2.Receipt]:
+    """A worker's receipt as pages; one page when nothing is hashed."""
+    total = len(digests)
+    return [
+        update_pb2.Receipt(
+            update_id=update_id,
+            member=ledger.share.member,
+            plan_id=ledger.share.plan.id,
+            evidence=codec.number(evidence),
+            bytes_received=bytes_received,
+            elements_written=ledger.elements if evidence >= Evidence.CONSUMED else 0,
+            digests=digests[first : first + _PAGE_DIGESTS],
+            first=first,
+            total=total,
+        )
+        for first in range(0, max(1, total), _PAGE_DIGESTS)
+    ]
+
+
+def digests_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The LIVE digest of whole tensors, by name."""
+    return {name: digest_tensor(t, name) for name, t in tensors.items()}

@@ -1,0 +1,164 @@
+"""The agent's control stream: hello, reports out, desired state in; redials with jitter until it is superseded.
+
+Plain threads and gRPC's synchronous API on purpose: the agent lives inside other people's processes, and grpc.aio
+shares one poller among all event loops of a process. Outbound there is a mailbox of one report: only the newest counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any
+
+import grpc
+
+from weightplane.controlplane.core.events import Report
+from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.dial import Dial
+from weightplane.v1 import agent_pb2, agent_pb2_grpc
+
+from . import codec
+from .rpc import reason_of
+
+__all__ = ["ControlSession", "SessionStatus"]
+
+log = logging.getLogger("weightplane.inference_agent")
+
+_BACKOFF_S = (0.1, 2.0)
+
+
+class SessionStatus(StrEnum):
+    """How the stream is."""
+
+    CONNECTING = "CONNECTING"
+    LIVE = "LIVE"
+    SUPERSEDED = "SUPERSEDED"
+    STOPPED = "STOPPED"
+
+
+class ControlSession:
+    """One member's control stream. The callbacks run on the session's thread and must not block."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        channel: grpc.Channel,
+        hello: agent_pb2.Hello,
+        on_welcome: Callable[[agent_pb2.Welcome], None],
+        on_desired: Callable[[agent_pb2.DesiredReplica], None],
+        on_superseded: Callable[[str], None],
+    ) -> None:
+        self._metadata = dial.metadata
+        self._stub = agent_pb2_grpc.AgentServiceStub(channel)
+        self._hello = hello
+        self._on_welcome, self._on_desired, self._on_superseded = on_welcome, on_desired, on_superseded
+        self._changed = threading.Condition()
+        self._report: Report | None = None
+        self._unsent = False
+        self._goodbye: str | None = None
+        self._stream = 0  # the number of the stream in use; requests of an older one end
+        self._revision = 0  # of the desired state seen on this stream
+        self._call: Any = None
+        self._stopped = False
+        self.status = SessionStatus.CONNECTING
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, name=f"weightplane-session-{hello.agent_id}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._thread.start()
+
+    def publish(self, report: Report) -> None:
+        """Make ``report`` the newest; it goes out as soon as a stream is open, and again on every new one."""
+        with self._changed:
+            self._report, self._unsent = report, True
+            self._changed.notify_all()
+
+    def stop(self, goodbye: str = "", timeout: float = 2.0) -> None:
+        """End the stream, after a goodbye if ``goodbye`` says why. Idempotent; bounded."""
+        with self._changed:
+            self._goodbye = self._goodbye or goodbye or None
+            self._stopped = True
+            call = self._call
+            self._changed.notify_all()
+        if self._goodbye is not None and self.status is SessionStatus.LIVE:
+            self._thread.join(timeout)  # the coordinator ends the stream once it took the goodbye
+        if call is not None:
+            call.cancel()
+        self._thread.join(timeout)
+
+    # --- the session's thread
+
+    def _run(self) -> None:
+        backoff = _BACKOFF_S[0]
+        while True:
+            welcomed, error = self._one_stream()
+            with self._changed:
+                if self._stopped:
+                    self.status = SessionStatus.STOPPED
+                    return
+            reason = reason_of(error) if error is not None else None
+            self.error = f"{error.code().name}: {error.details()}" if error is not None else "the stream ended"
+            if reason is Reason.SESSION_SUPERSEDED:
+                self.status = SessionStatus.SUPERSEDED
+                log.error("%s: a newer session took over: %s", self._hello.agent_id, self.error)
+                self._on_superseded(self.error)
+                return
+            self.status = SessionStatus.CONNECTING
+            backoff = _BACKOFF_S[0] if welcomed else min(_BACKOFF_S[1], backoff * 2)
+            log.info("%s: the control stream is down (%s); redialling", self._hello.agent_id, self.error)
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped, backoff * random.uniform(0.5, 1.5))
+                if self._stopped:
+                    self.status = SessionStatus.STOPPED
+                    return
+
+    def _one_stream(self) -> tuple[bool, Any]:
+        """From hello to the stream's end: (whether we were welcome, the error or None)."""
+        with self._changed:
+            self._stream += 1
+            self._revision = 0
+            self._unsent = self._report is not None
+            mine = self._stream
+            if self._stopped:
+                return False, None
+            self._call = self._stub.Session(self._requests(mine), metadata=self._metadata)
+        welcomed = False
+        try:
+            for response in self._call:
+                kind = response.WhichOneof("message")
+                if kind == "welcome":
+                    welcomed, self.status, self.error = True, SessionStatus.LIVE, ""
+                    self._on_welcome(response.welcome)
+                elif kind == "replica":
+                    with self._changed:
+                        self._revision = max(self._revision, response.replica.revision)
+                    self._on_desired(response.replica)
+        except grpc.RpcError as e:
+            return welcomed, e
+        finally:
+            with self._changed:
+                self._stream += 1  # its requests end
+                self._changed.notify_all()
+        return welcomed, None
+
+    def _requests(self, mine: int) -> Iterator[agent_pb2.SessionRequest]:
+        """What goes out on one stream; runs on gRPC's thread."""
+        yield agent_pb2.SessionRequest(hello=self._hello)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stream != mine or self._unsent or self._stopped)
+                if self._stream != mine:
+                    return
+                report = self._report if self._unsent else None
+                revision, leaving = self._revision, self._stopped
+                self._unsent = False
+            if report is not None:
+                yield agent_pb2.SessionRequest(report=codec.report_message(report, revision))
+            if leaving:
+                if self._goodbye is not None:
+                    yield agent_pb2.SessionRequest(goodbye=agent_pb2.Goodbye(reason=self._goodbye))
+                return

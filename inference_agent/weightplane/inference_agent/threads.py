@@ -1,0 +1,50 @@
+"""Threads that can never keep a process from exiting: daemons, each with a queue, answering with futures."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+__all__ = ["WorkThread", "detached"]
+
+T = TypeVar("T")
+
+
+class WorkThread:
+    """Runs what it is given, in order. ``submit`` from any thread; ``stop`` lets it end after what is queued."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queue ``work``; its future carries the result or what it raised."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as e:
+                future.set_exception(e)
+            else:
+                future.set_result(result)
+
+        self._queue.put(run)
+        return future
+
+    def stop(self) -> None:
+        """No more work. Does not wait."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+
+def detached(name: str, work: Callable[[], None]) -> None:
+    """Run ``work`` on a daemon thread of its own."""
+    threading.Thread(target=work, name=name, daemon=True).start()

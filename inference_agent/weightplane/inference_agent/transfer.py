@@ -1,0 +1,210 @@
+"""One update's bytes into one replica: a data thread per worker, its channel, its sink and its ledger.
+
+The agent's loop never blocks here: it only calls ``cancel``, which aborts every channel from outside the data threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass, field
+from functools import partial
+
+from weightplane.controlplane import failpoints
+from weightplane.controlplane.core.desired import DesiredUpdate
+from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.model import Channel, Mode
+from weightplane.controlplane.core.plan import Bucket
+from weightplane.transports.base import ArmToken, ChannelSpec, ReceiveChannel, Transport, TransportError
+from weightplane.transports.buckets import SinkSpans
+from weightplane.v1.transport_pb2 import Rendezvous
+
+from .engines.base import Engine
+from .receipts import Ledger, WorkerPlan
+from .threads import WorkThread
+
+__all__ = ["Channels", "Transfer", "Worker", "channel_spec", "wanted_buckets"]
+
+
+def channel_spec(c: Channel, group: str) -> ChannelSpec:
+    """A channel as its transport wants it described."""
+    return ChannelSpec(
+        channel_id=c.channel_id,
+        group=group,
+        transport=c.transport,
+        key=c.key,
+        senders=c.senders,
+        receivers=c.receivers,
+        bucket_bytes=c.bucket_bytes,
+        offers={m: Rendezvous.FromString(o.data) for m, o in c.offers.items()},
+    )
+
+
+def wanted_buckets(share: WorkerPlan, ranges: Sequence[tuple[int, int]]) -> list[Bucket]:
+    """The worker's buckets in these ranges (first, count), in plan order; (0, 0) means all."""
+    return [b for b in share.buckets if any(n == 0 or first <= b.index < first + n for first, n in ranges)]
+
+
+@dataclass
+class Worker:
+    """One worker's side of an update. Used by its data thread, except ``landed`` and ``channel.abort``."""
+
+    member: str
+    thread: WorkThread
+    channel: ReceiveChannel
+    sink: SinkSpans
+    ledger: Ledger
+    base: int
+    armed_buckets: list[Bucket] = field(default_factory=list)
+
+    @property
+    def landed(self) -> int:
+        """Payload bytes of this update that the transport put in place. Any thread."""
+        return self.channel.bytes_landed - self.base
+
+
+class Channels:
+    """Open receive channels by id. A channel is used by its worker's data thread; others may abort it."""
+
+    def __init__(self, group: str, transports: Mapping[str, Transport]) -> None:
+        self._group = group
+        self._transports = transports
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], ReceiveChannel] = {}
+
+    def get(self, c: Channel, member: str) -> ReceiveChannel:
+        """The member's side of ``c``, opened if need be; its sides of other channels are closed. Data thread only."""
+        with self._lock:
+            found = self._open.get((c.channel_id, member))
+            old = [k for k in self._open if k[1] == member and k[0] != c.channel_id]
+            stale = [self._open.pop(k) for k in old]
+        for channel in stale:
+            channel.close()
+        if found is not None:
+            return found
+        transport = self._transports.get(c.transport)
+        if transport is None:
+            have = ", ".join(sorted(self._transports)) or "none"
+            raise TransportError(f"transport {c.transport!r} is not enabled here; enabled: {have}")
+        channel = transport.open_receiver(channel_spec(c, self._group), member)
+        with self._lock:
+            self._open[c.channel_id, member] = channel
+        return channel
+
+    def discard(self, channels: Sequence[ReceiveChannel]) -> None:
+        """Close channels that were aborted, once their data threads have left."""
+        with self._lock:
+            self._open = {k: c for k, c in self._open.items() if c not in channels}
+        for channel in channels:
+            channel.close()
+
+    def close(self) -> None:
+        """Abort and close everything."""
+        with self._lock:
+            channels = list(self._open.values())
+            self._open.clear()
+        for channel in channels:
+            channel.abort("the agent stops")
+            channel.close()
+
+
+class Transfer:
+    """One update as this replica takes it, from check to its end. ``cancelled`` is final."""
+
+    def __init__(self, want: DesiredUpdate, epoch: int, deadline: float) -> None:
+        self.want, self.epoch, self.deadline = want, epoch, deadline
+        self.update_id = want.update_id
+        self.cancelled = threading.Event()
+        self.manifest: Manifest | None = None
+        self.workers: list[Worker] = []
+        self.layout = 0
+        self.armed_at = 0.0
+        self.received_at = 0.0
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._wrote = False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether bytes go straight to live memory."""
+        return self.want.mode is Mode.IN_PLACE
+
+    @property
+    def wrote(self) -> bool:
+        """Whether bytes reached live memory (in place)."""
+        return self._wrote or (self.in_place and any(w.landed for w in self.workers))
+
+    @property
+    def landed(self) -> int:
+        """Payload bytes in place, all workers. Any thread."""
+        return sum(w.landed for w in self.workers)
+
+    def cancel(self, reason: str) -> None:
+        """Stop everything, from any thread, at once: blocked data threads leave within a second."""
+        with self._lock:
+            self._reason = self._reason or reason
+            self.cancelled.set()
+            workers = list(self.workers)
+        for w in workers:
+            w.channel.abort(reason)
+
+    def add(self, worker: Worker) -> None:
+        """A worker opened its channel; aborted at once if the update was dropped meanwhile."""
+        with self._lock:
+            self.workers.append(worker)
+            dropped = self.cancelled.is_set()
+        if dropped:
+            worker.channel.abort(self._reason)
+
+    def token(self) -> ArmToken:
+        """Fences the bytes of this update."""
+        return ArmToken(self.update_id, self.epoch, self.want.generation)
+
+    def arm(self, seq: int) -> None:
+        """Arm every worker for one call. Raises what a transport raises; then nothing is received."""
+        ranges = next(c.ranges for c in self.want.calls if c.seq == seq)
+
+        def one(w: Worker) -> None:
+            w.armed_buckets = wanted_buckets(w.ledger.share, ranges)
+            w.channel.arm(self.token(), w.armed_buckets, self.deadline)
+
+        failpoints.hit("replica.arm.before")
+        self._everywhere(one)
+        failpoints.hit("replica.arm.after")
+        self.armed_at = self.armed_at or time.monotonic()
+
+    def receive(self, engine: Engine, progress: Callable[[], None]) -> None:
+        """Receive what was armed, on every worker at once. Raises the first failure, after all have left."""
+        if self.in_place and any(w.armed_buckets for w in self.workers):
+            engine.writing(self.update_id)
+
+        def one(w: Worker) -> None:
+            for bucket in w.armed_buckets:
+                failpoints.hit("replica.receive.before")
+                spans = w.sink.spans(bucket)
+                w.channel.receive(bucket, spans)
+                if self.in_place:
+                    self._wrote = True
+                w.sink.complete(bucket)
+                w.ledger.feed(bucket, spans)
+                progress()
+                failpoints.hit("replica.receive.inside")
+
+        self._everywhere(one)
+        self.received_at = time.monotonic()
+        failpoints.hit("replica.receive.after")
+
+    def _everywhere(self, work: Callable[[Worker], None]) -> None:
+        """Run on every worker's data thread. The first failure aborts the others; raised once all have left."""
+        futures = [w.thread.submit(partial(work, w)) for w in self.workers]
+        done, rest = wait(futures, return_when=FIRST_EXCEPTION)
+        failed = next((e for f in futures if f in done and (e := f.exception()) is not None), None)
+        if failed is None:
+            return
+        if rest:
+            for w in self.workers:
+                w.channel.abort(f"another worker failed: {failed}")
+            wait(rest)
+        raise failed
