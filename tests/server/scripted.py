@@ -174,6 +174,7 @@ class Replica:
         self._taking = ""
         self._newest: ag.DesiredReplica | None = None
         self._changed = asyncio.Event()
+        self._outbox: asyncio.Queue[ag.SessionRequest] = asyncio.Queue()
         self.joined = asyncio.Event()
 
     async def start(self) -> Replica:
@@ -205,6 +206,7 @@ class Replica:
             if not isinstance(first, ag.SessionResponse):
                 raise await _error(stream)
             self.welcome = first.welcome
+            self._tasks.append(asyncio.create_task(self._saying()))
             self._tasks.append(asyncio.create_task(self._beating()))
             self._tasks.append(asyncio.create_task(self._working()))
             await self.send_report()
@@ -228,14 +230,22 @@ class Replica:
             stage=self._stage,
             **fields,
         )
-        await self._stream.write(ag.SessionRequest(report=self.report))
+        self.say(ag.SessionRequest(report=self.report))
+
+    def say(self, message: ag.SessionRequest) -> None:
+        """Queue a message: a write that is cancelled half-way would cancel the whole stream."""
+        self._outbox.put_nowait(message)
+
+    async def _saying(self) -> None:
+        while True:
+            await self._stream.write(await self._outbox.get())
 
     async def _beating(self) -> None:
         while True:
             await asyncio.sleep(self.welcome.heartbeat_ms / 1000)
             if self.beats:
                 beat = ag.Heartbeat(sequence=next(self._beat), process=ag.PROCESS_STATE_RUNNING)
-                await self._stream.write(ag.SessionRequest(heartbeat=beat))
+                self.say(ag.SessionRequest(heartbeat=beat))
 
     async def _working(self) -> None:
         work: asyncio.Task[None] | None = None

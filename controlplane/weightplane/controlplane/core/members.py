@@ -397,4 +397,5 @@ def _forget(tx: Tx, r: Replica) -> None:
     del replicas[r.replica_id]
     tx.set(replicas=replicas, roster=tx.state.roster - {r.replica_id})
     tx.write_roster(r.replica_id, "")
+    tx.push_trainers()
     tx.say(f"replica {r.replica_id} is forgotten, lost for {tx.state.config.lost_kept_s:.0f} s")

@@ -45,8 +45,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self, _requests: AsyncIterator[agent_pb2.SessionRequest], context: _Context
     ) -> None:
         """One stream of one member, from hello to the end."""
-        first = await context.read()
-        if not isinstance(first, agent_pb2.SessionRequest):
+        first = await _read(context)
+        if first is None:
             return
         hello = _hello(first)
         group = self._coordinator.ensure(hello.group)

@@ -259,7 +259,8 @@ class Artifacts:
             manifest = self.manifests.get(e.manifest_id)
             if manifest is None:
                 raise PlanError([f"manifest {e.manifest_id} is gone: PutManifest again"])
-            senders, receivers = self._placements(e.senders), self._placements(e.receivers)
+            members = self._placements((*e.senders, *e.receivers))
+            senders, receivers = members[: len(e.senders)], members[len(e.senders) :]
             index = await self._in_thread(_plan, manifest, senders, receivers, e.bucket_bytes)
             self._plan_of.put(key, index.plan.id)
             self._plans.put(index.plan.id, index)

@@ -147,20 +147,27 @@ def _any(message: common_pb2.Failure | update_pb2.UpdateInfo | error_details_pb2
 
 
 def _bounded(update: update_pb2.UpdateInfo, room: int) -> update_pb2.UpdateInfo:
-    """The update cut to ``room`` bytes: first who took part, then the outcomes that went well, then the last ones."""
+    """The update cut to ``room`` bytes: of a large fleet the outcomes that went wrong, as many as fit."""
+    if update.ByteSize() <= room:
+        return update
     cut = update_pb2.UpdateInfo()
     cut.CopyFrom(update)
-    if cut.ByteSize() > room:
-        del cut.participants[:]
-        del cut.absent[:]
-    if cut.ByteSize() > room:
-        failed = [o for o in cut.outcomes if o.HasField("failure") or o.excluded or o.unquiesced]
-        del cut.outcomes[:]
-        cut.outcomes.extend(failed)
-    for outcome in cut.outcomes:
-        if cut.ByteSize() > room:
-            outcome.failure.message = shorten(outcome.failure.message, 160)
-            del outcome.failure.tensors[:]
-    while cut.ByteSize() > room and cut.outcomes:
-        del cut.outcomes[-1]
+    for field in ("participants", "absent", "outcomes"):
+        cut.ClearField(field)
+    if cut.HasField("failure"):
+        cut.failure.message = shorten(cut.failure.message, 256)
+        del cut.failure.tensors[:]
+    left = room - cut.ByteSize()
+    for outcome in update.outcomes:
+        if not (outcome.HasField("failure") or outcome.excluded or outcome.unquiesced):
+            continue
+        brief = update_pb2.ReplicaOutcome()
+        brief.CopyFrom(outcome)
+        if brief.HasField("failure"):
+            brief.failure.message = shorten(outcome.failure.message, 160)
+            del brief.failure.tensors[:]
+        left -= brief.ByteSize() + 4
+        if left < 0:
+            break
+        cut.outcomes.append(brief)
     return cut

@@ -1,0 +1,168 @@
+"""FleetService: policies, pauses, administrative states, lists."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from tests.server.scripted import Replica, fleet, refused, server, until
+from weightplane.controlplane.core.model import Admin
+from weightplane.v1 import common_pb2 as cm
+from weightplane.v1 import fleet_pb2 as fl
+
+
+async def test_groups_are_made_and_their_policies_replaced() -> None:
+    async with server() as running, fleet(running.address, 0) as (trainer, _):
+        fleet_ = trainer.fleet
+        policy = fl.GroupPolicy(min_replicas=3, cache=cm.CACHE_POLICY_KEEP, failure=fl.FAILURE_POLICY_RETRY)
+        request = fl.CreateGroupRequest(request_id="1", group="new", policy=policy)
+        made = (await fleet_.CreateGroup(request, timeout=5)).group
+        assert made.policy.min_replicas == 3 and made.policy.update_timeout_ms == 120_000
+        assert made.policy.pause == cm.PAUSE_MODE_KEEP and made.committed_step == -1
+        assert (await fleet_.CreateGroup(request, timeout=5)).group.policy == made.policy
+        other = fl.CreateGroupRequest(request_id="2", group="new")
+        await refused(fleet_.CreateGroup(other, timeout=5), "GROUP_EXISTS", grpc.StatusCode.ALREADY_EXISTS)
+        update = fl.UpdateGroupRequest(request_id="3", group="new", policy=fl.GroupPolicy(min_replicas=1))
+        assert (await fleet_.UpdateGroup(update, timeout=5)).group.policy.cache == cm.CACHE_POLICY_CLEAR
+        later = fl.UpdateGroupRequest(request_id="4", group="new", policy=fl.GroupPolicy(min_replicas=7))
+        await fleet_.UpdateGroup(later, timeout=5)
+        await fleet_.UpdateGroup(update, timeout=5)  # a late duplicate
+        groups = (await fleet_.ListGroups(fl.ListGroupsRequest(), timeout=5)).groups
+        assert [(g.group, g.policy.min_replicas) for g in groups] == [("g", 1), ("new", 7)]
+        reused = fl.UpdateGroupRequest(request_id="4", group="new", policy=fl.GroupPolicy(min_replicas=9))
+        await refused(fleet_.UpdateGroup(reused, timeout=5), "REQUEST_ID_REUSED")
+
+
+def pausing(replica: Replica) -> asyncio.Task[None]:
+    """An engine that does as the desired state says."""
+
+    async def obey() -> None:
+        last: list[str] = []
+        while True:
+            wanted = list(replica.seen[-1].pause_holders) if replica.seen else []
+            if wanted != last:
+                last = wanted
+                await replica.send_report(pause_holders=wanted)
+            await asyncio.sleep(0.01)
+
+    return asyncio.create_task(obey())
+
+
+async def test_pauses_are_counted_by_holder_and_answer_when_in_force() -> None:
+    async with server() as running, fleet(running.address, 2) as (trainer, replicas):
+        await trainer.publish()
+        request = fl.PauseGenerationRequest(request_id="p", group="g")
+        await refused(trainer.fleet.PauseGeneration(request, timeout=0.5), "DEADLINE")
+        obeying = [pausing(r) for r in replicas]
+        paused = await trainer.fleet.PauseGeneration(request, timeout=5)
+        assert [list(r.pause_holders) for r in paused.replicas] == [["operator"]] * 2
+        assert not paused.replicas[0].routable and "operator" in paused.replicas[0].reason
+        also = fl.PauseGenerationRequest(
+            request_id="q", group="g", replica_ids=["r0"], holder="trainer", mode=cm.PAUSE_MODE_ABORT
+        )
+        await trainer.fleet.PauseGeneration(also, timeout=5)
+        assert replicas[0].seen[-1].pause_mode == cm.PAUSE_MODE_ABORT
+        resume = fl.ResumeGenerationRequest(request_id="r", group="g")
+        resumed = await trainer.fleet.ResumeGeneration(resume, timeout=5)
+        assert [list(r.pause_holders) for r in resumed.replicas] == [["trainer"], []]
+        await trainer.fleet.PauseGeneration(request, timeout=5)  # a late duplicate pauses nothing
+        assert not (await trainer.fleet.ResumeGeneration(resume, timeout=5)).replicas[1].pause_holders
+        state = running.coordinator.group("g").state
+        assert not state.replicas["r1"].pauses_wanted
+        unsupported = fl.PauseGenerationRequest(request_id="w", group="g", mode=cm.PAUSE_MODE_WAIT)
+        await refused(trainer.fleet.PauseGeneration(unsupported, timeout=5), "CAPABILITY")
+        somebody = fl.PauseGenerationRequest(request_id="s", group="g", holder="somebody")
+        await refused(trainer.fleet.PauseGeneration(somebody, timeout=5), "INVALID_ARGUMENT")
+        nobody = fl.PauseGenerationRequest(request_id="n", group="g", replica_ids=["r9"])
+        await refused(trainer.fleet.PauseGeneration(nobody, timeout=5), "UNKNOWN_REPLICA")
+        for task in obeying:
+            task.cancel()
+
+
+async def test_administrative_states() -> None:
+    async with server() as running, fleet(running.address, 2) as (trainer, _):
+        group = running.coordinator.group("g")
+        names: dict[str, Any] = {"group": "g", "replica_id": "r0"}
+        stub = trainer.fleet
+        pin = fl.PinReplicaRequest(request_id="1", **names)
+        await refused(stub.PinReplica(pin, timeout=5), "WRONG_PHASE", grpc.StatusCode.FAILED_PRECONDITION)
+        await trainer.publish()
+        pinned = (await stub.PinReplica(pin, timeout=5)).replica
+        assert pinned.admin == fl.ADMIN_STATE_PINNED and pinned.pinned_version == 1
+        info = await trainer.publish()
+        assert [o.replica_id for o in info.outcomes] == ["r1"]
+        listed = (await stub.ListReplicas(fl.ListReplicasRequest(group="g"), timeout=5)).replicas
+        assert [(r.replica_id, r.held.version, r.lag) for r in listed] == [("r0", 1, 1), ("r1", 2, 0)]
+        activate = fl.ActivateReplicaRequest(request_id="2", **names)
+        await refused(stub.ActivateReplica(activate, timeout=5), "WRONG_PHASE")
+        await stub.UnpinReplica(fl.UnpinReplicaRequest(request_id="3", **names), timeout=5)
+        drain = fl.DrainReplicaRequest(request_id="4", **names)
+        assert (await stub.DrainReplica(drain, timeout=5)).replica.admin == fl.ADMIN_STATE_DRAINING
+        await stub.DrainReplica(drain, timeout=5)
+        await refused(stub.UnpinReplica(fl.UnpinReplicaRequest(request_id="5", **names), timeout=5), "WRONG_PHASE")
+        await stub.ActivateReplica(fl.ActivateReplicaRequest(request_id="6", **names), timeout=5)
+        await until(lambda: group.state.replicas["r0"].admin is Admin.ACTIVE, "ACTIVE")
+        await stub.DrainReplica(drain, timeout=5)  # a late duplicate drains nothing
+        assert group.state.replicas["r0"].admin is Admin.ACTIVE
+        assert len((await trainer.publish()).outcomes) == 2
+        for call in (
+            stub.SleepReplica(fl.SleepReplicaRequest(request_id="7", **names), timeout=5),
+            stub.WakeReplica(fl.WakeReplicaRequest(request_id="8", **names), timeout=5),
+        ):
+            error = await refused(call, "NOT_IMPLEMENTED", grpc.StatusCode.UNIMPLEMENTED)
+            assert "Replica is part of the contract" in (error.details() or "")
+
+
+async def test_updates_are_listed_newest_first_in_pages() -> None:
+    async with server() as running, fleet(running.address, 1) as (trainer, _):
+        for _ in range(5):
+            await trainer.publish()
+        await trainer.start()
+        versions: list[int] = []
+        token, pages = "", 0
+        while True:
+            request = fl.ListUpdatesRequest(group="g", page_size=2, page_token=token)
+            answer = await trainer.fleet.ListUpdates(request, timeout=5)
+            versions.extend(u.version for u in answer.updates)
+            token, pages = answer.next_page_token, pages + 1
+            if not token:
+                break
+        assert versions == [6, 5, 4, 3, 2, 1] and pages == 3
+        bad = fl.ListUpdatesRequest(group="g", page_token="x")
+        await refused(trainer.fleet.ListUpdates(bad, timeout=5), "INVALID_ARGUMENT")
+
+
+async def test_three_answers_about_a_replica() -> None:
+    async with server() as running, fleet(running.address, 1) as (trainer, _):
+
+        async def check(**fields: Any) -> tuple[bool, bool, bool]:
+            request = fl.CheckReplicaRequest(group="g", replica_id="r0", **fields)
+            answer = await trainer.fleet.CheckReplica(request, timeout=5)
+            assert answer.routable or answer.reason
+            return answer.live, answer.ready, answer.routable
+
+        assert await check() == (True, False, False)
+        await trainer.publish()
+        assert await check() == (True, True, True)
+        assert await check(min_version=2) == (True, True, False)
+
+
+async def test_labels_select() -> None:
+    async with server() as running:
+        from tests.server.scripted import Trainer
+
+        replicas = [Replica(running.address, f"r{i}") for i in range(2)]
+        replicas[1].hello.labels["zone"] = "b"
+        for r in replicas:
+            await r.start()
+        trainer = Trainer(running.address)
+        await trainer.init()
+        await trainer.put_manifest()
+        listed = fl.ListReplicasRequest(group="g", selector={"zone": "b"})
+        assert [r.replica_id for r in (await trainer.fleet.ListReplicas(listed, timeout=5)).replicas] == ["r1"]
+        u = await trainer.start(replica_selector={"zone": "b"})
+        assert [p.replica_id for p in u.participants] == ["r1"] and u.absent[0].replica_id == "r0"
+        for r in replicas:
+            await r.kill()
