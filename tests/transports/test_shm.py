@@ -371,15 +371,16 @@ def test_a_death_shows_through_a_forked_child_that_keeps_the_lock(home: Path) ->
     """The pidfd sees what the lock cannot."""
     path = home / "weightplane-fork"
     code = (
-        "import os, sys; from pathlib import Path; from weightplane.transports.shm_ring import Segment;"
+        "import os, signal, sys; from pathlib import Path; from weightplane.transports.shm_ring import Segment;"
         f"s = Segment.create(Path({str(path)!r}), b'k', 'c', 's', 1, 2, 4096)\n"
-        "if os.fork() == 0:\n"
-        "    sys.stdin.read(); os._exit(0)\n"
-        "print(os.getpid(), flush=True); sys.stdin.readline(); os._exit(0)"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.pause()\n"
+        "print(child, flush=True); sys.stdin.readline(); os._exit(0)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None and owner.stdin is not None
-    owner.stdout.readline()
+    child = int(owner.stdout.readline())
     segment = shm_ring.Segment.attach(path, b"k", "c", "s", 1, 0, "r0")
     peer = segment.sender_peer()
     assert not peer.dead()
@@ -387,6 +388,7 @@ def test_a_death_shows_through_a_forked_child_that_keeps_the_lock(home: Path) ->
     owner.stdin.flush()
     poll(peer.dead)
     assert not shm_ring.lock_is_free(segment.fd, 0), "the child still holds the lock"
+    os.kill(child, signal.SIGKILL)
     peer.close()
     segment.close()
     owner.stdin.close()

@@ -36,7 +36,7 @@ from .base import (
     Transport,
     TransportError,
 )
-from .span_cursor import SpanCursor
+from .span_cursor import Copier, SpanCursor
 
 if TYPE_CHECKING:
     from weightplane.v1.transport_pb2 import Rendezvous
@@ -65,6 +65,7 @@ class _Channel:
         self._fence = b""
         self._bucket = -1
         self._checked = 0.0
+        self._copier = Copier()
 
     def _check(self, waiting_for: str) -> bool:
         """Raise if aborted or too late; True when it is time to look whether the peer lives."""
@@ -96,7 +97,7 @@ class _Channel:
         return PeerLost(f"{peer!r} {why} (bucket {self._bucket})", peers=(peer,), bucket=self._bucket)
 
     def _cursor(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> SpanCursor:
-        cursor = SpanCursor(spans)
+        cursor = SpanCursor(spans, self._copier)
         if cursor.nbytes != bucket.nbytes:
             raise TransportError(
                 f"bucket {bucket.index} has {bucket.nbytes} bytes, its spans {cursor.nbytes}", bucket=bucket.index
@@ -222,7 +223,8 @@ class ShmSendChannel(_Channel, SendChannel):
             gone = self._gone(rank)
             if gone and segment.read(rank) < count and rank in self._live:
                 raise self._lost(self._spec.receivers[rank], gone)
-            segment.wait_read(rank, seen)
+            if not (self._copier.contended and segment.spin_read(rank, count)):
+                segment.wait_read(rank, seen)
 
     def _wait_armed(self, rank: int) -> None:
         segment = self._segment
@@ -406,7 +408,8 @@ class ShmReceiveChannel(_Channel, ReceiveChannel):
                 why = "died"
             if why and segment.count(rank) <= done:
                 raise self._lost(sender, why)
-            segment.wait_bell(seen)
+            if not (self._copier.contended and segment.spin_count(rank, done + 1)):
+                segment.wait_bell(seen)
 
 
 class ShmTransport(Transport):

@@ -5,18 +5,51 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate
+from time import monotonic
 
 import torch
 
-__all__ = ["SpanCursor"]
+__all__ = ["Copier", "SpanCursor"]
 
-_LARGE = 32 << 10
-#: From here on the copy is long enough to free the GIL for; below, taking it back would cost more than the copy.
+_SMALL, _LARGE = 32 << 10, 4 << 20
+_SLOW_S = 0.002
 _free = ctypes.CDLL(None).memmove
 _held = ctypes.PyDLL(None).memmove
 for _f in (_free, _held):
     _f.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     _f.restype = ctypes.c_void_p
+
+
+class Copier:
+    """``memmove`` that frees the GIL, unless a thread that computes in Python would then keep it for 5 ms a copy.
+
+    Such a thread (an engine that generates while weights arrive) shows as a copy that takes far too long; the next few
+    copies of up to 4 MiB (some 0.3 ms) then hold the GIL, and between them the interpreter shares it out fairly. Copies
+    below 32 KiB always hold it. One thread.
+    """
+
+    __slots__ = ("_held_left",)
+
+    def __init__(self) -> None:
+        self._held_left = 0
+
+    @property
+    def contended(self) -> bool:
+        """Whether giving the GIL up is dear just now."""
+        return self._held_left > 0
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy between two addresses."""
+        if nbytes < _SMALL:
+            _held(target, source, nbytes)
+        elif self._held_left and nbytes <= _LARGE:
+            self._held_left -= 1
+            _held(target, source, nbytes)
+        else:
+            start = monotonic()
+            _free(target, source, nbytes)
+            if monotonic() - start > _SLOW_S + nbytes / 1e9:
+                self._held_left = 32
 
 
 class SpanCursor:
@@ -25,9 +58,10 @@ class SpanCursor:
     Keeps the spans alive. One thread. ``ValueError`` for a span that is not such a tensor.
     """
 
-    __slots__ = ("_index", "_offset", "_parts", "_spans", "nbytes", "position")
+    __slots__ = ("_copy", "_index", "_offset", "_parts", "_spans", "nbytes", "position")
 
-    def __init__(self, spans: Sequence[torch.Tensor]) -> None:
+    def __init__(self, spans: Sequence[torch.Tensor], copier: Copier | None = None) -> None:
+        self._copy = (copier or Copier()).copy
         self._spans = spans
         self._parts: list[tuple[int, int]] = []
         self.nbytes = 0
@@ -61,13 +95,12 @@ class SpanCursor:
 
     def _move(self, address: int, nbytes: int, into: bool) -> None:
         self.position += nbytes
-        parts, index, offset = self._parts, self._index, self._offset
+        parts, index, offset, copy = self._parts, self._index, self._offset, self._copy
         while nbytes:
             pointer, size = parts[index]
             n = size - offset
             if n > nbytes:
                 n = nbytes
-            copy = _free if n >= _LARGE else _held
             if into:
                 copy(pointer + offset, address, n)
             else:
