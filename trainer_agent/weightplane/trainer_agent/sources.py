@@ -69,6 +69,11 @@ class Source(ABC):
         they need them, and ask once rather than often."""
         return False
 
+    @property
+    def device_kind(self) -> str:
+        """``"cuda"`` if any tensor of the last ``manifest()`` lies there, else ``"cpu"``."""
+        return "cpu"
+
     def settle(self) -> None:
         """Wait until work queued on this thread's devices has written the tensors. Does nothing for CPU tensors."""
         return None
@@ -125,6 +130,11 @@ class NamedTensors(Source):
     def transient(self) -> bool:
         """See ``Source``."""
         return self.rules.cast is not None
+
+    @property
+    def device_kind(self) -> str:
+        """See ``Source``."""
+        return device_kind(self._tensors)
 
     def settle(self) -> None:
         """See ``Source``."""
@@ -263,6 +273,11 @@ def cast_to(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """``tensor`` itself, or ``tensor.to(dtype)`` in new memory."""
     dtype = dtype_of(meta.dtype)
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def device_kind(tensors: Iterable[torch.Tensor | None]) -> str:
+    """``"cuda"`` if one of them lies there, else ``"cpu"``."""
+    return "cuda" if any(t is not None and t.device.type == "cuda" for t in tensors) else "cpu"
 
 
 def settle_devices(tensors: Iterable[torch.Tensor | None]) -> None:

@@ -18,7 +18,7 @@ from weightplane.controlplane.core.placement import Box, Piece, Placement, full_
 from weightplane.transports.dtypes import check_movable, name_of
 
 from .naming import WRAPPERS, CastRule, NameMap, NameRules, SourceError, storage_key
-from .sources import Local, Source, cast_to, member_name, module_tensors, settle_devices
+from .sources import Local, Source, cast_to, device_kind, member_name, module_tensors, settle_devices
 
 __all__ = ["DTensorSource", "local_box"]
 
@@ -89,6 +89,11 @@ class DTensorSource(Source):
     def transient(self) -> bool:
         """See ``Source``."""
         return self.rules.cast is not None
+
+    @property
+    def device_kind(self) -> str:
+        """See ``Source``."""
+        return device_kind(local[0] if local is not None else None for local in self._locals)
 
     def settle(self) -> None:
         """See ``Source``."""

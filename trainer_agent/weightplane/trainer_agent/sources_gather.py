@@ -32,6 +32,8 @@ class GatherSource(Source):
     first publish and again after a publish in which it yielded something else. On ranks that do not send, a tensor on
     the meta device does, and ``None`` if there is a manifest. ``aliases`` are further names of yielded ones.
 
+    ``device`` says where they lie ("cpu", "cuda"); by default it is "cuda" if this process uses CUDA at all.
+
     A yielded tensor stays unchanged until the publish is over. If ``fn`` yields memory that it reuses, pass
     ``reuses=True``: each tensor is copied before ``fn`` goes on. With ``publish_async`` (and ``asyncio``) ``fn`` runs
     in a thread of ours: keep your own collectives out of its way until ``source_free``.
@@ -50,10 +52,12 @@ class GatherSource(Source):
         cast: CastRule | None = None,
         strip: Iterable[str] = WRAPPERS,
         reuses: bool = False,
+        device: str = "",
     ) -> None:
         self.rules = NameRules(rename, cast, tuple(strip))
         self.sender_rank = sender_rank
         self.reuses = reuses
+        self._device = device
         self._fn = fn
         self._aliases = dict(aliases or {})
         self._manifest = manifest
@@ -78,6 +82,13 @@ class GatherSource(Source):
     def tensor(self, index: int) -> Local:
         """Not how this source is read: see ``iterate``."""
         raise SourceError("a GatherSource is iterated, all ranks together; it has no tensor by index")
+
+    @property
+    def device_kind(self) -> str:
+        """See ``Source``; as ``device`` said, else as CUDA is in use in this process or not."""
+        if not self._device:
+            self._device = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
+        return self._device
 
     @property
     def transient(self) -> bool:

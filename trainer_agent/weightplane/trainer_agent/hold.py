@@ -1,0 +1,296 @@
+"""A rank's hold on a group: the lease under one generation, its channels, and what the coordinator has been told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.host import host_id
+from weightplane.v1 import fleet_pb2, update_pb2
+from weightplane.v1 import weight_transfer_pb2 as wt
+
+from .channels import ChannelPool, offers_for
+from .client import Client, unreachable
+from .context import Rank
+from .errors import CallRefused, PublishError, RpcRefused, TrainerFenced, TrainerHeld, Unanswered
+from .plans import PlanCache, manifest_pages, placement_pages
+from .sources import Source, member_name
+from .stop import Stop
+from .watching import Notice, Watch
+
+__all__ = ["Hold", "HoldSettings"]
+
+log = logging.getLogger(__name__)
+
+_KNOWN = 8  # manifests that the coordinator is taken to remember
+
+
+@dataclass(frozen=True)
+class HoldSettings:
+    """Who asks for the hold, and how it wants to send."""
+
+    dial: Dial
+    group: str
+    trainer_id: str
+    incarnation: str
+    rank: int
+    world_size: int
+    transport: str
+    bucket_bytes: int
+    takeover: bool
+    resume_step: int | None
+    helper: bool
+
+
+class Hold:
+    """See the module's text. One thread at a time, but for ``listener``, ``check`` and ``close``."""
+
+    def __init__(self, settings: HoldSettings) -> None:
+        self.settings = settings
+        self.group = settings.group
+        self.client = Client(settings.dial)
+        self.pool = ChannelPool(settings.group, member_name(settings.rank))
+        self.plans = PlanCache()
+        self.generation = 0
+        self.epoch = 0
+        self.ttl_s = 3.0
+        self.choices: dict[str, wt.TransportChoice] = {}
+        self.committed_step = -1
+        self.listener: Callable[[update_pb2.UpdateInfo], None] | None = None
+        self.request_ids: list[str] = []
+        self.telling: Stop | None = None  # word of an earlier failure, still on its way to the other ranks
+        self._watch: Watch | None = None
+        self._over: Failure | None = None
+        self._current: Stop | None = None
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._device_kind = "cpu"
+
+    @property
+    def bound(self) -> bool:
+        """Whether the hold was granted."""
+        return self.generation > 0
+
+    def check(self) -> None:
+        """Raise ``TrainerFenced`` once the hold is over."""
+        if self._over is not None:
+            raise TrainerFenced(self._over)
+
+    # --- init and rebind ---
+
+    def init(self, deadline: float, device_kind: str) -> None:
+        """Ask for the hold, or bind again under it. Returns when every rank has called."""
+        self.check()
+        self._device_kind = device_kind
+        try:
+            self.bind(deadline, Stop())
+        except RpcRefused as e:
+            if e.failure.reason is Reason.TRAINER_HELD:
+                raise TrainerHeld(e.failure) from None
+            if e.failure.reason is Reason.TRAINER_FENCED:
+                self._over = e.failure
+                raise TrainerFenced(e.failure) from None
+            raise CallRefused(e.failure) from None
+        except Unanswered as e:
+            raise unreachable(e, self.settings.dial.address) from None
+
+    def bind(self, deadline: float, stop: Stop) -> wt.InitTransferResponse:
+        """One InitTransfer. Raises ``RpcRefused``, ``Unanswered``, or ``stop``'s reason."""
+        answer = self._init_transfer(deadline, stop)
+        if answer.epoch != self.epoch:
+            self._known.clear()  # another coordinator, or the same one restarted: it remembers no manifest
+        self.epoch = answer.epoch
+        self.ttl_s = answer.ttl_ms / 1000 or 3.0
+        self.committed_step = answer.committed_step
+        self.choices = {c.replica_id: c for c in answer.choices}
+        self.pool.bind(answer.channels)
+        for c in answer.choices:
+            if not c.transport:
+                log.warning("group %s: no transport reaches replica %s: %s", self.group, c.replica_id, c.reason)
+        if answer.generation != self.generation:
+            self.generation = answer.generation
+            self._known.clear()
+            self._start_watch()
+        return answer
+
+    def _init_transfer(self, deadline: float, stop: Stop) -> wt.InitTransferResponse:
+        s = self.settings
+        offers, refusals = offers_for(member_name(s.rank), self._device_kind)
+        request = wt.InitTransferRequest(
+            request_id=uuid.uuid4().hex,
+            group=s.group,
+            trainer_id=s.trainer_id,
+            incarnation=s.incarnation,
+            rank=s.rank,
+            world_size=s.world_size,
+            generation=self.generation,
+            takeover=s.takeover and not self.generation,
+            host_id=host_id(),
+            device_uuid=_device_uuid() if self._device_kind == "cuda" else "",
+            offers=offers,
+            refusals=refusals,
+            transport=s.transport,
+            bucket_bytes=s.bucket_bytes,
+        )
+        if s.resume_step is not None:
+            request.resume_step = s.resume_step
+        answer: wt.InitTransferResponse = self.client.call("InitTransfer", request, deadline, stop)
+        return answer
+
+    def _start_watch(self) -> None:
+        s = self.settings
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = Watch(self.client, s.group, s.incarnation, s.rank, self.generation, self._hear, helper=s.helper)
+        self._watch.start()
+
+    def _hear(self, notice: Notice) -> None:
+        """The watch thread: fencing and the fate of updates."""
+        with self._lock:
+            listener, stop = self.listener, self._current
+            if notice.over is not None and self._over is None:
+                self._over = notice.over
+        if notice.over is not None and stop is not None:
+            stop.set(TrainerFenced(notice.over))
+        elif notice.update is not None and listener is not None:
+            listener(notice.update)
+
+    def listen(self, listener: Callable[[update_pb2.UpdateInfo], None] | None, stop: Stop | None) -> None:
+        """Hear of updates from now on; what was heard last is told at once."""
+        with self._lock:
+            self.listener, self._current = listener, stop
+        watch = self._watch
+        if watch is not None and listener is not None and stop is not None:
+            if self._over is not None:
+                stop.set(TrainerFenced(self._over))
+            elif watch.latest.update is not None:
+                listener(watch.latest.update)
+
+    # --- manifests ---
+
+    def announce(self, manifest: Manifest, source: Source, deadline: float, stop: Stop) -> None:
+        """See that the coordinator knows the manifest and what this rank holds of it."""
+        if manifest.id in self._known:
+            self._known.move_to_end(manifest.id)
+            return
+        rank = self.settings.rank
+        for page in manifest_pages(manifest, self.group, self.generation):
+            answer: wt.PutManifestResponse = self.client.call("PutManifest", page, deadline, stop)
+            if answer.complete:
+                break
+        placement = source.placement(rank)
+        for part in placement_pages(placement, manifest, self.group, self.generation, rank):
+            self.client.call("PutPlacement", part, deadline, stop)
+        self._known[manifest.id] = None
+        while len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+
+    def knows(self, manifest_id: str) -> bool:
+        """Whether the coordinator was told of it."""
+        return manifest_id in self._known
+
+    def forget(self, manifest_id: str) -> None:
+        """The coordinator does not know it (any more)."""
+        self._known.pop(manifest_id, None)
+
+    def rank(self) -> Rank:
+        """This rank, for an attempt."""
+        s = self.settings
+        watch = self._watch
+        return Rank(
+            self.client,
+            s.group,
+            s.rank,
+            s.world_size,
+            self.generation,
+            self.ttl_s,
+            self.pool,
+            self.plans,
+            watch.progress if watch is not None else lambda n: None,
+            self.request_ids,
+        )
+
+    # --- questions ---
+
+    def wait_for_replicas(self, count: int, deadline: float) -> tuple[str, ...]:
+        """See ``Publisher.wait_for_replicas``."""
+        seen: dict[str, str] = {}
+        while True:
+            ready = []
+            for info in self._replicas(deadline):
+                why = _not_ready(info)
+                if why:
+                    seen[info.replica_id] = why
+                else:
+                    ready.append(info.replica_id)
+            if len(ready) >= count:
+                return tuple(sorted(ready))
+            if time.monotonic() + 0.1 >= deadline:
+                others = "; ".join(f"{r}: {w}" for r, w in sorted(seen.items()) if r not in ready)
+                found = f"found {len(ready)} ({', '.join(ready) or 'none'}){'; ' + others if others else ''}"
+                raise TimeoutError(f"group {self.group!r}: expected {count} replica(s), {found}")
+            self.check()
+            time.sleep(0.1)
+
+    def _replicas(self, deadline: float) -> list[Any]:
+        try:
+            answer = self.client.call("ListReplicas", fleet_pb2.ListReplicasRequest(group=self.group), deadline)
+            return list(answer.replicas)
+        except RpcRefused as e:
+            if e.failure.reason is Reason.UNKNOWN_GROUP:
+                return []
+            raise CallRefused(e.failure) from None
+        except Unanswered as e:
+            raise unreachable(e, self.settings.dial.address) from None
+
+    def outcome(self, update_id: str, deadline: float) -> update_pb2.UpdateInfo:
+        """See ``Publisher.outcome``."""
+        try:
+            request = wt.GetUpdateRequest(group=self.group, update_id=update_id)
+            answer: wt.GetUpdateResponse = self.client.call("GetUpdate", request, deadline)
+        except RpcRefused as e:
+            raise CallRefused(e.failure) from None
+        except Unanswered as e:
+            raise unreachable(e, self.settings.dial.address) from None
+        return answer.update
+
+    def close(self) -> None:
+        """Give up the hold. What fails here is logged: the lease ends by itself."""
+        if self.telling is not None:
+            self.telling.set(PublishError(Failure(Reason.ABORTED_BY_CALLER, "closed")))
+        if self.bound and self._over is None:
+            request = wt.CloseTransferRequest(
+                request_id=uuid.uuid4().hex, group=self.group, generation=self.generation, rank=self.settings.rank
+            )
+            try:
+                self.client.call("CloseTransfer", request, time.monotonic() + 2.0)
+            except (RpcRefused, Unanswered) as e:
+                log.info("group %s: the hold was not given up: %s", self.group, e)
+        if self._watch is not None:
+            self._watch.close()
+        self.pool.close()
+        self.client.close()
+
+
+def _not_ready(info: fleet_pb2.ReplicaInfo) -> str:
+    """Why a replica may not take part in an update; empty if it may."""
+    if info.liveness != fleet_pb2.LIVENESS_LIVE:
+        return f"it is {fleet_pb2.Liveness.Name(info.liveness).removeprefix('LIVENESS_')}"
+    if info.admin not in (fleet_pb2.ADMIN_STATE_ACTIVE, fleet_pb2.ADMIN_STATE_QUARANTINED):
+        return f"it is {fleet_pb2.AdminState.Name(info.admin).removeprefix('ADMIN_STATE_')}"
+    return ""
+
+
+def _device_uuid() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,0 +1,242 @@
+"""One publish: manifest, barrier of the ranks, attempts, and what a failure means to the caller."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.v1 import update_pb2
+
+from .attempt import SETTLE_S, Attempt
+from .collective import start_request_id, tell_others
+from .context import AttemptFailed, blamed, is_undecided
+from .errors import OutcomeUnknown, PublishError, RpcRefused, TrainerFenced, Unanswered, UpdateFailed, UpdateRefused
+from .hold import Hold
+from .options import FailurePolicy, PublishOptions
+from .receipt import PublishReceipt, receipt_of
+from .sources import Source
+from .stop import Stop
+
+__all__ = ["Publishing"]
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 8  # of binding again, should replicas join and leave all the time
+_DRAIN_S = 8.0  # an aborted update is drained by then: only then do all ranks read the same outcomes
+_TELL_S = 30.0
+_GRACE_S = 0.5
+
+#: Failures after which a second attempt may go better although no replica is to blame.
+_PASSING = frozenset({Reason.COORDINATOR_RESTARTED, Reason.MEMBER_RESTARTED})
+
+
+class _Opened(Exception):
+    """Another rank opened the update while this one was binding."""
+
+
+class Publishing:
+    """One call of ``publish``. ``run`` once, in the publishing thread."""
+
+    def __init__(
+        self,
+        hold: Hold,
+        source: Source,
+        options: PublishOptions,
+        step: int,
+        number: int,
+        stop: Stop,
+        source_free: Callable[[], None],
+    ) -> None:
+        self._hold, self._source, self._options = hold, source, options
+        self._step, self._number = step, number
+        self._stop, self._source_free = stop, source_free
+        self._began = time.monotonic()
+        self._retries = 0
+
+    def run(self) -> PublishReceipt:
+        """Publish; raises ``UpdateFailed``, ``TrainerFenced``, or what the source or the caller raised."""
+        self._hush()
+        try:
+            self._source.begin(self._step)
+            return self._attempts()
+        finally:
+            self._hold.listen(None, None)
+            self._source.end()
+
+    def _hush(self) -> None:
+        """Word of an earlier failure is no longer news."""
+        telling, self._hold.telling = self._hold.telling, None
+        if telling is not None:
+            telling.set(PublishError(Failure(Reason.SUPERSEDED, "a newer publish began")))
+
+    def _attempts(self) -> PublishReceipt:
+        options = self._options
+        last = 1 if options.failure is FailurePolicy.RETRY else 0
+        while True:
+            try:
+                return self._attempt(options, final=self._retries == last)
+            except AttemptFailed as e:
+                again = self._again(e, options) if self._retries < last else None
+                if again is None:
+                    raise self._failed(e) from e.__cause__
+                log.warning("group %s: publish of step %d, once more: %s", self._hold.group, self._step, e)
+                options = again
+                self._retries += 1
+
+    def _attempt(self, options: PublishOptions, *, final: bool) -> PublishReceipt:
+        hold = self._hold
+        request_id = start_request_id(hold.settings.incarnation, hold.generation, self._number, self._retries)
+        hold.request_ids.append(request_id)
+        del hold.request_ids[:-8]
+        deadline = time.monotonic() + options.update_timeout
+        stop = Stop()
+        self._stop.on_set(stop.set)
+        try:
+            manifest = self._source.manifest()
+            hold.announce(manifest, self._source, deadline, stop)
+        except BaseException as e:
+            self._tell_others(request_id, e)
+            raise self._typed(e) from None
+        for round_ in range(_ROUNDS):
+            attempt = Attempt(
+                hold.rank(),
+                options,
+                self._step,
+                request_id,
+                self._source,
+                manifest,
+                stop,
+                self._source_free,
+                settle_s=SETTLE_S if final else _DRAIN_S,
+            )
+            hold.listen(attempt.notice, stop)
+            if round_ or hold.settings.world_size > 1:
+                self._rebind(attempt, deadline, manifest)
+            started = time.monotonic()
+            try:
+                update = attempt.run(deadline)
+            except AttemptFailed as e:
+                if e.refused and round_ + 1 < _ROUNDS and self._mend(e.failure, manifest):
+                    continue
+                raise
+            total = time.monotonic() - (self._began if self._retries else started)
+            return receipt_of(update, nbytes=attempt.nbytes, total_s=total, retries=self._retries)
+        raise AssertionError("unreachable")
+
+    def _rebind(self, attempt: Attempt, deadline: float, manifest: Manifest) -> None:
+        """Bind again, all ranks together; then tell a coordinator that restarted what it forgot.
+
+        If another rank opened the update meanwhile, or the last one is still being drained, StartUpdate will tell.
+        """
+        hold, stop = self._hold, Stop()
+        attempt.stop.on_set(stop.set)
+        timer = threading.Timer(_GRACE_S, lambda: stop.set(_Opened()))
+        timer.daemon = True
+
+        def listen(update: update_pb2.UpdateInfo) -> None:
+            if update.request_id == attempt.request_id and is_undecided(update) and timer.ident is None:
+                timer.start()  # the answer to our own call may be on its way: it is not thrown away
+            attempt.notice(update)
+
+        hold.listen(listen, attempt.stop)
+        try:
+            hold.bind(deadline, stop)
+            hold.announce(manifest, self._source, deadline, attempt.stop)
+        except _Opened:
+            log.info("group %s: another rank opened the update; this one joins it", hold.group)
+        except RpcRefused as e:
+            if e.failure.reason is not Reason.UPDATE_IN_PROGRESS:
+                raise self._typed(e) from None
+        except Unanswered as e:
+            raise self._typed(e) from None
+        finally:
+            timer.cancel()
+            hold.listen(attempt.notice, attempt.stop)
+
+    def _mend(self, failure: Failure, manifest: Manifest) -> bool:
+        """Whether a refused StartUpdate is worth another round."""
+        if failure.reason is Reason.UNKNOWN_MANIFEST or (
+            failure.reason is Reason.PLACEMENT_MISMATCH and manifest.id in failure.message
+        ):
+            known = self._hold.knows(manifest.id)
+            self._hold.forget(manifest.id)
+            return known
+        return failure.reason is Reason.REBIND_REQUIRED
+
+    # --- failures ---
+
+    def _typed(self, error: BaseException) -> BaseException:
+        """What an error before the start becomes."""
+        if isinstance(error, RpcRefused):
+            if error.failure.reason is Reason.TRAINER_FENCED:
+                return TrainerFenced(error.failure)
+            return UpdateRefused(error.failure)
+        if isinstance(error, Unanswered):
+            return UpdateRefused(Failure(Reason.DEADLINE, f"the control plane did not answer: {error}"))
+        return error
+
+    def _failed(self, e: AttemptFailed) -> UpdateFailed:
+        if e.refused:
+            return UpdateRefused(e.failure, update=e.update)
+        return UpdateFailed(e.failure, blamed(e.update) if e.update is not None else {}, e.update)
+
+    def _again(self, e: AttemptFailed, options: PublishOptions) -> PublishOptions | None:
+        """The options of a second attempt, equal on all ranks; ``None`` if there is none to be made."""
+        update = e.update
+        if e.refused or update is None or update.phase != update_pb2.UPDATE_PHASE_ABORTED:
+            return None
+        guilty = {r for r, f in blamed(update).items() if f.reason is not Reason.MEMBER_RESTARTED}
+        guilty |= {o.replica_id for o in update.outcomes if o.unquiesced}
+        if not guilty and e.failure.reason not in _PASSING:
+            return None
+        left = round(options.update_timeout - update.timings.total_s, 1)
+        if left < 0.5:
+            return None
+        exclude = tuple(sorted({*options.exclude, *guilty}))
+        prepare = min(options.prepare_timeout, left)
+        return replace(options, exclude=exclude, update_timeout=left, prepare_timeout=prepare)
+
+    def _tell_others(self, request_id: str, error: BaseException) -> None:
+        """This rank fails before the start: the other ranks wait for it, and must not wait long."""
+        hold = self._hold
+        if hold.settings.world_size == 1 or isinstance(error, RpcRefused | Unanswered | PublishError):
+            return
+        hold.telling = Stop()
+        reason = f"rank/{hold.settings.rank} failed before the start: {type(error).__name__}: {error}"
+        tell_others(
+            hold.client,
+            hold.group,
+            hold.generation,
+            hold.settings.rank,
+            request_id,
+            reason[:2000],
+            hold.bind,
+            hold.telling,
+            _TELL_S,
+        )
+
+    @staticmethod
+    def may_go_stale(error: UpdateFailed) -> bool:
+        """Whether the trainer may go on as if nothing had happened: what failed is over, and is not its own mistake."""
+        if isinstance(error, OutcomeUnknown):
+            return False
+        return error.reason not in (Reason.INVALID_ARGUMENT, Reason.REQUEST_ID_REUSED, Reason.PEER_RANK_FAILED)
+
+    def stale_receipt(self, error: UpdateFailed, stale: int) -> PublishReceipt:
+        """The receipt of a publish that failed, under CONTINUE_STALE."""
+        update = error.update or update_pb2.UpdateInfo(trainer_step=self._step)
+        total = time.monotonic() - self._began
+        return receipt_of(
+            update,
+            nbytes=0,
+            total_s=total,
+            retries=self._retries,
+            committed=False,
+            failure=error.failure,
+            stale=stale,
+        )
