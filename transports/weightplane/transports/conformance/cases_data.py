@@ -166,6 +166,7 @@ def test_mismatched_tokens_move_nothing(fleet: MakeFleet) -> None:
 
 
 @pytest.mark.large
+@pytest.mark.timeout(900)
 def test_more_than_two_gib_in_one_tensor(fleet: MakeFleet) -> None:
     """One tensor of 2**31 + 4097 bytes."""
     f = fleet("large", bucket_bytes=256 << 20, deadline_s=600)

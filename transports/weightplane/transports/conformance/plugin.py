@@ -20,13 +20,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark."""
+    """Register the marks."""
     config.addinivalue_line("markers", "large: needs many GiB of memory; run with --large")
+    config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, where that is installed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is large unless asked for."""
-    if not config.getoption("--large", default=False):
+    """Skip what is large unless asked for (``--run-large`` is Weightplane's own word for it)."""
+    if not config.getoption("--large", default=False) and not config.getoption("--run-large", default=False):
         for item in items:
             if item.get_closest_marker("large"):
                 item.add_marker(pytest.mark.skip(reason="needs many GiB of memory; run with --large"))
