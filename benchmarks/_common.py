@@ -1,0 +1,148 @@
+"""What the benchmarks share: samples, their medians, the machine's description, the JSON that ``--json`` writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["GIB", "MIB", "SAMPLES", "WARM_UPS", "Report", "Result", "machine", "parser", "rounds"]
+
+MIB, GIB = 1 << 20, 1 << 30
+WARM_UPS, SAMPLES = 2, 10
+_PACKAGES = ("torch", "grpcio", "protobuf", "xxhash", "weightplane")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One figure. ``ratio`` is how good ``value`` is against ``limit`` (1 = equal, more is better), 0 with no limit."""
+
+    case: str
+    value: float
+    unit: str
+    limit: float = 0.0
+    ratio: float = 0.0
+    samples: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, case: str, unit: str, samples: Sequence[float], limit: float = 0.0, *, less_is_better: bool = False
+    ) -> Result:
+        """The median of ``samples`` beside a limit in the same unit (a median, or a bound to keep)."""
+        value = statistics.median(samples)
+        ratio = 0.0
+        if limit and value:
+            ratio = limit / value if less_is_better else value / limit
+        return cls(case, _digits(value), unit, _digits(limit), _digits(ratio), [_digits(s) for s in samples])
+
+
+def _digits(x: float) -> float:
+    return float(f"{x:.5g}")
+
+
+def rounds(samples: int, warm_ups: int) -> Iterator[bool]:
+    """Once for each round: whether it counts."""
+    for i in range(warm_ups + samples):
+        yield i >= warm_ups
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """With the options that every benchmark has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
+    made.add_argument("--quick", action="store_true", help="fewer and smaller cases, 3 samples after 1 warm-up")
+    return made
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that matter. The load average tells a quiet machine from a busy one."""
+    return {
+        "cpu": _proc("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int((_proc("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / MIB, 1),
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "load_average": list(os.getloadavg()),
+    }
+
+
+def _proc(path: str, key: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    here = Path(__file__).resolve().parent
+    try:
+        out = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return out.stdout.strip()
+
+
+class Report:
+    """Collects results, prints each as it comes, and writes the file."""
+
+    def __init__(self, benchmark: str) -> None:
+        self.benchmark = benchmark
+        self.results: list[Result] = []
+        self.machine = machine()
+        self._date = datetime.now(UTC).isoformat(timespec="seconds")
+        m = self.machine
+        print(f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB; load average {m['load_average'][0]:.1f}")
+        print(f"{'case':<44}{'median':>10} {'unit':<7}{'limit':>9}{'ratio':>7}   {'lowest':>8} … {'highest':<8}")
+
+    def add(self, result: Result) -> Result:
+        """Take and print one result."""
+        self.results.append(result)
+        limit = f"{result.limit:9.3g}{result.ratio:7.2f}" if result.limit else f"{'–':>9}{'':>7}"
+        spread = f"{min(result.samples):8.3g} … {max(result.samples):<8.3g}" if result.samples else ""
+        print(f"{result.case:<44}{result.value:>10.4g} {result.unit:<7}{limit}   {spread}", flush=True)
+        return result
+
+    def find(self, case: str) -> Result | None:
+        """A result by its case."""
+        return next((r for r in self.results if r.case == case), None)
+
+    def write(self, path: Path | None) -> None:
+        """Note the load at the end and write the file, if one was asked for."""
+        self.machine["load_average_at_end"] = list(os.getloadavg())
+        print(f"load average at the end {self.machine['load_average_at_end'][0]:.1f}")
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {
+            "benchmark": self.benchmark,
+            "machine": self.machine,
+            "date": self._date,
+            "commit": _commit(),
+            "results": [asdict(r) for r in self.results],
+        }
+        path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        print(f"written: {path}")
