@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .events import ReadBack, StepDown
+from .events import ReadBack, StepDown, Stored
 from .model import Phase, Stage, Update, Weights
 from .reasons import Failure, Reason
 from .tx import Tx
@@ -53,18 +53,29 @@ def decide(tx: Tx, u: Update) -> None:
     tx.say(f"update {u.update_id} is being decided", u.update_id)
 
 
-def decision_stored(tx: Tx, u: Update, ok: bool | None, write_id: str) -> None:
+def decision_stored(tx: Tx, u: Update, e: Stored) -> None:
     """Commit is sent only after the store confirms; unknown is read back; refused means we do not lead."""
     if u.phase is not Phase.DECIDING:
         tx.quietly("an answer about a decision that is over")
         return
-    if ok is None:
-        tx.effects.append(ReadBack(write_id, u.update_id))
+    if e.failed:
+        u = tx.put_update(replace(u, phase=Phase.VERIFYING))
+        abort(tx, u, Failure(Reason.RESOURCE, f"the decision could not be written: {e.failed}", phase="DECIDING"))
+    elif e.ok is None:
+        tx.effects.append(ReadBack(e.write_id, u.update_id))
         tx.say(f"the store did not confirm the decision of {u.update_id}; it is read back", u.update_id)
-    elif ok:
+    elif e.ok:
         _commit(tx, u)
     else:
         step_down(tx, "the store refused the decision: another coordinator leads, or the update is not open")
+
+
+def _rewinds(tx: Tx, u: Update) -> bool:
+    """Whether the holder resumes below what ``u`` commits: then ``u`` is another trainer's, and nothing is routable."""
+    t = tx.state.trainer
+    if t is None or t.generation == u.generation:
+        return False
+    return tx.state.rewinding or (t.resume_step is not None and t.resume_step < u.options.trainer_step)
 
 
 def _commit(tx: Tx, u: Update) -> None:
@@ -74,7 +85,7 @@ def _commit(tx: Tx, u: Update) -> None:
         committed_step=u.options.trainer_step,
         committed_lineage=u.lineage,
         committed_manifest=u.options.manifest_id,
-        rewinding=False,
+        rewinding=_rewinds(tx, u),
     )
     for part in u.active():
         r = tx.state.replicas.get(part.replica_id)

@@ -297,10 +297,14 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A write ended: ``ok`` True, False (refused: our epoch no longer leads, or the update is over), None unknown."""
+    """A write ended: ``ok`` True, False (refused: our epoch no longer leads, or the update is over), None unknown.
+
+    ``failed`` (with ``ok`` None) says why nothing was written for certain, a full disk say.
+    """
 
     write_id: str
     ok: bool | None
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from .events import (
     Verified,
     WorkerPlacement,
 )
-from .model import GroupState, Phase, Trainer, Update
+from .model import GroupState, Phase, Replica, Trainer, Update
 from .reasons import Failure, Reason
 from .tx import Tx
 
@@ -71,15 +71,16 @@ def _stored(tx: Tx, e: Stored) -> None:
         tx.quietly(f"an answer about write {e.write_id}, long settled")
         return
     kind, update_id = asked  # or a replica's id, or the generation
-    if not (kind == "decide" and e.ok is None):
+    if not (kind == "decide" and e.ok is None and not e.failed):
         tx.set(writes={k: v for k, v in tx.state.writes.items() if k != e.write_id})
     u = tx.find(update_id) if update_id else None
+    _acknowledge(tx, e)
     if e.ok is False:
         ending.step_down(tx, f"the store refused a {kind} write: another coordinator leads")
     elif kind == "freeze" and u is not None:
-        updates.frozen(tx, u, e.ok)
+        updates.frozen(tx, u, e.ok, e.failed)
     elif kind == "decide" and u is not None:
-        ending.decision_stored(tx, u, e.ok, e.write_id)
+        ending.decision_stored(tx, u, e)
     elif e.ok is None:
         tx.set(unsaved=tx.state.unsaved | {asked})
         tx.say(f"the store did not confirm a {kind} write; it is repeated")
@@ -93,6 +94,22 @@ def _stored(tx: Tx, e: Stored) -> None:
             tx.quietly("group written")
     else:
         tx.quietly(f"{kind} written: {e.ok}")
+
+
+def _acknowledge(tx: Tx, e: Stored) -> None:
+    """Answer the caller of a write: done only once it is durable."""
+    call_id = tx.state.acks.get(e.write_id)
+    if call_id is None:
+        return
+    tx.set(acks={k: v for k, v in tx.state.acks.items() if k != e.write_id})
+    failure = None
+    if e.ok is not True:
+        what = e.failed or "the store did not confirm it"
+        reason = Reason.RESOURCE if e.failed else Reason.UNKNOWN_OUTCOME
+        failure = Failure(
+            reason, f"in force now, but not durable yet: {what}. It is repeated; repeat the call to be sure"
+        )
+    tx.reply(call_id, failure)
 
 
 def _save_again(tx: Tx) -> None:
@@ -183,10 +200,14 @@ def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float)
     if t is not None:
         t = replace(t, ranks={}, waiters=(), channels=(), choices=(), placements={}, durable=True)
     requests = {u.request_id: u.update_id for u in history.values() if u.request_id}
+    absent = {rid: Replica(rid) for rid in stored.roster}
+    replicas = {rid: replace(r, lost_at=now) for rid, r in {**absent, **stored.replicas}.items()}
     state = replace(
         stored,
         epoch=epoch,
         epoch_began=now,
+        revision=epoch << 32,  # rises over restarts too: watchers resume by it
+        replicas=replicas,
         history=history,
         requests=requests,
         trainer=t,
@@ -195,6 +216,7 @@ def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float)
         waiters=(),
         writes={},
         unsaved=frozenset(),
+        acks={},
         healing=frozenset(),
         stepped_down=False,
     )

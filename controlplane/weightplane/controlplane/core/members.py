@@ -12,6 +12,7 @@ from .model import (
     GroupState,
     Held,
     Liveness,
+    PauseMode,
     Phase,
     Process,
     Replica,
@@ -136,7 +137,8 @@ def hello(tx: Tx, e: ReplicaHello) -> None:
     if r.replica_id not in tx.state.roster:
         tx.set(roster=tx.state.roster | {r.replica_id})
         tx.write_roster(r.replica_id, r.admin)
-    tx.push([r.replica_id])
+    if r.reported:
+        tx.push([r.replica_id])  # before its first report we do not know what it holds or who paused it
     tx.push_trainers()
     tx.say(f"replica {r.replica_id} is here ({'new' if new_life else 'same'} incarnation {r.incarnation})")
 
@@ -262,6 +264,10 @@ def report(tx: Tx, e: Report) -> None:
         and Stage.JOINED <= e.stage <= Stage.PREPARED
         and not (mine and u is not None and e.update_id == u.update_id)
     )
+    first = not r.reported
+    if first:  # we restarted, perhaps: a pause is its holder's to remove, and the replica remembers it
+        kept = {h: PauseMode.KEEP for h in e.pause_holders if h in ("operator", "trainer")}
+        r = replace(r, pauses_wanted={**kept, **r.pauses_wanted})
     r = replace(
         r,
         report_seq=e.sequence,
@@ -280,7 +286,7 @@ def report(tx: Tx, e: Report) -> None:
         r = replace(r, pending=r.asked)  # we restarted between the decision and its confirmation
     r = replace(r, weights=derive_weights(s, r, mixed))
     tx.put_replica(r)
-    if doubt:
+    if doubt or first:
         tx.push([r.replica_id])
     if (r.weights, r.held, r.admin, r.pause_holders) != was:
         tx.push_trainers()

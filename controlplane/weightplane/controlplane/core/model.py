@@ -301,6 +301,7 @@ class Trainer:
     lineage: str
     ranks: Mapping[int, Rank] = field(default_factory=dict)
     closed: bool = False
+    resume_step: int | None = None
     durable: bool = False
     forced_transport: str = ""
     bucket_bytes: int = 16 << 20
@@ -436,7 +437,8 @@ class Update:
 class GroupState:
     """Everything of one group. ``roster`` names each replica known to the store; ``healing`` those that were
     DIRTY when the open update froze, and say so until they apply it. ``writes`` are under way: (kind, about
-    what); ``unsaved`` are those that ended unknown and are asked for again."""
+    what); ``unsaved`` are those that ended unknown and are asked for again; ``acks`` names the caller who waits for
+    a write."""
 
     group: str
     cluster_id: str
@@ -464,4 +466,5 @@ class GroupState:
     waiters: tuple[Waiter, ...] = ()
     writes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unsaved: frozenset[tuple[str, str]] = frozenset()
+    acks: Mapping[str, str] = field(default_factory=dict)
     stepped_down: bool = False

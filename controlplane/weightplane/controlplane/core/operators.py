@@ -16,8 +16,7 @@ __all__ = ["set_admin", "set_pause", "set_policy", "settle_pauses"]
 def set_policy(tx: Tx, e: SetPolicy) -> None:
     """Replace the policies; the next update uses them."""
     tx.set(policy=e.policy)
-    trainers.write_group(tx)
-    tx.reply(e.call_id)
+    trainers.write_group(tx, e.call_id)
     tx.push_trainers()
     tx.say("policies replaced")
 
@@ -95,8 +94,7 @@ def set_admin(tx: Tx, e: SetAdmin) -> None:
         return
     failures = 0 if e.admin is Admin.ACTIVE else r.failures_in_a_row
     tx.put_replica(replace(r, admin=e.admin, failures_in_a_row=failures))
-    tx.write_roster(r.replica_id, e.admin)
-    tx.reply(e.call_id)
+    tx.write_roster(r.replica_id, e.admin, e.call_id)
     tx.push([r.replica_id])
     tx.push_trainers()
     tx.say(f"replica {r.replica_id} is {e.admin}")

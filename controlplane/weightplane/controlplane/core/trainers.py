@@ -10,7 +10,18 @@ from .model import Liveness, Phase, Process, Rank, Trainer, Waiter
 from .reasons import Failure, Reason
 from .tx import Tx
 
-__all__ = ["close", "fence", "holder_lives", "init", "maybe_bind", "rank_gone", "rank_hello", "rank_placement", "tick", "write_group"]
+__all__ = [
+    "close",
+    "fence",
+    "holder_lives",
+    "init",
+    "maybe_bind",
+    "rank_gone",
+    "rank_hello",
+    "rank_placement",
+    "tick",
+    "write_group",
+]
 
 
 def fence(tx: Tx, generation: int) -> Failure | None:
@@ -115,7 +126,7 @@ def _grant(tx: Tx, e: InitTransfer) -> Trainer:
         for w in s.trainer.waiters:
             tx.reply(w.call_id, Failure(Reason.TRAINER_FENCED, f"trainer {e.trainer_id!r} took over"))
     generation = s.last_generation + 1
-    t = Trainer(e.trainer_id, e.incarnation, generation, e.world_size, lineage=e.lineage)
+    t = Trainer(e.trainer_id, e.incarnation, generation, e.world_size, lineage=e.lineage, resume_step=e.resume_step)
     rewinding = s.rewinding or (e.resume_step is not None and e.resume_step < s.committed_step)
     tx.set(trainer=t, last_generation=generation, rewinding=rewinding)  # first: what waits must find its holder fenced
     if s.open is not None:
@@ -131,9 +142,9 @@ def _grant(tx: Tx, e: InitTransfer) -> Trainer:
     return tx.state.trainer or t
 
 
-def write_group(tx: Tx) -> str:
+def write_group(tx: Tx, call_id: str = "") -> str:
     """Write the group down; its answer says which generation is durable with it."""
-    return tx.write("group", subject=str(tx.state.last_generation))
+    return tx.write("group", subject=str(tx.state.last_generation), call_id=call_id)
 
 
 def maybe_bind(tx: Tx) -> None:
@@ -210,7 +221,7 @@ def rank_beat(tx: Tx, rank_index: int, generation: int, process: Process) -> Non
 def rank_placement(tx: Tx, e: RankPlacement) -> None:
     """A rank's placement of a manifest is complete."""
     t = tx.state.trainer
-    if t is None or t.generation != e.generation:
+    if t is None or t.generation != e.generation or t.closed:
         tx.quietly("placement of a fenced trainer")
         return
     mine = {**t.placements.get(e.manifest_id, {}), e.rank: e.placement_id}
@@ -235,8 +246,7 @@ def close(tx: Tx, e: CloseTransfer) -> None:
     u = tx.state.open
     if u is not None and u.generation == t.generation:
         ending.abort(tx, u, Failure(Reason.ABORTED_BY_CALLER, f"rank {e.rank} closed the transfer", f"rank/{e.rank}"))
-    write_group(tx)
-    tx.reply(e.call_id)
+    write_group(tx, e.call_id)
     tx.push_trainers()
     tx.say(f"generation {e.generation} closed by rank {e.rank}")
 

@@ -79,16 +79,20 @@ class Tx:
         """Tell trainer ranks and watchers, once, at the end of the step."""
         self._trainers[update_id] = None
 
-    def write_roster(self, replica_id: str, admin: str) -> None:
+    def write_roster(self, replica_id: str, admin: str, call_id: str = "") -> None:
         """Write down that a replica belongs to the group, and its administrative state; "" = it does no more."""
-        self.write("roster", subject=replica_id, replica_id=replica_id, admin=admin)
+        self.write("roster", subject=replica_id, call_id=call_id, replica_id=replica_id, admin=admin)
 
-    def write(self, kind: str, update: Update | None = None, subject: str = "", **data: object) -> str:
-        """Ask for a durable write; its id comes back in ``Stored``."""
+    def write(
+        self, kind: str, update: Update | None = None, subject: str = "", call_id: str = "", **data: object
+    ) -> str:
+        """Ask for a durable write; its id comes back in ``Stored``, and only then is ``call_id`` answered."""
         self._writes += 1
         write_id = f"w{self.state.epoch}.{self.state.revision}.{self._writes}"
         about = (kind, update.update_id if update else subject)
         self.set(writes={**self.state.writes, write_id: about}, unsaved=self.state.unsaved - {about})
+        if call_id:
+            self.set(acks={**self.state.acks, write_id: call_id})
         self.effects.append(Write(write_id, kind, self.state.epoch, update, data))
         return write_id
 

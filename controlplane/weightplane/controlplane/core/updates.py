@@ -241,7 +241,7 @@ def _mode(wanted: Mode, r: Replica) -> tuple[Mode, str]:
     return (Mode.STAGED if wanted is Mode.ANY else wanted), ""
 
 
-def frozen(tx: Tx, u: Update, ok: bool | None) -> None:
+def frozen(tx: Tx, u: Update, ok: bool | None, failed: str = "") -> None:
     """The freeze is durable (or not): tell the participants."""
     if u.phase is not Phase.PREPARING:
         tx.quietly("the freeze of an update that is over")
@@ -252,7 +252,8 @@ def frozen(tx: Tx, u: Update, ok: bool | None) -> None:
         tx.push_trainers()
         tx.say(f"update {u.update_id} is frozen", u.update_id)
     elif ok is None:
-        ending.abort(tx, u, Failure(Reason.UNKNOWN_OUTCOME, "the store did not confirm the freeze; nothing was sent"))
+        reason = Reason.RESOURCE if failed else Reason.UNKNOWN_OUTCOME
+        ending.abort(tx, u, Failure(reason, f"the store did not freeze it ({failed or 'no answer'}); nothing was sent"))
     else:
         ending.step_down(tx, "the store refused the freeze: another coordinator leads")
 

@@ -299,28 +299,28 @@ class Group:
     def _write(self, e: Write) -> None:
         state, store, name = self.state, self.coordinator.store, self.name
 
-        def write() -> bool | None:
+        def write() -> Stored:
             phase = _PHASE_OF[e.kind]
             hit(f"server.{phase}.before_write")
             try:
                 ok = store.write(name, e, state)
             except (StoreUnknown, StoreError) as error:
                 log.error("write %s of group %s: %s", e.kind, name, error, extra={"group": name})
-                return None
+                return Stored(e.write_id, None, str(error) if isinstance(error, StoreError) else "")
             hit(f"server.{phase}.after_write")
-            return ok
+            return Stored(e.write_id, ok)
 
         self._stored_by(write, e.write_id)
 
     def _read_back(self, e: ReadBack) -> None:
         store, name = self.coordinator.store, self.name
 
-        def read() -> bool | None:
+        def read() -> Stored:
             try:
-                return store.read_decision(name, e.update_id)
+                return Stored(e.write_id, store.read_decision(name, e.update_id))
             except (StoreUnknown, StoreError) as error:
                 log.error("reading back the decision of %s: %s", e.update_id, error, extra={"group": name})
-                return None
+                return Stored(e.write_id, None)
 
         def begin() -> None:
             if self.over is None:
@@ -328,19 +328,19 @@ class Group:
 
         asyncio.get_running_loop().call_later(_READ_BACK_S, begin)
 
-    def _stored_by(self, work: Callable[[], bool | None], write_id: str) -> None:
+    def _stored_by(self, work: Callable[[], Stored], write_id: str) -> None:
         """Run on the store's one thread, in order; the outcome comes back as ``Stored``."""
         future = asyncio.get_running_loop().run_in_executor(self.coordinator.store_thread, work)
         self._tasks.add(future)
 
-        def done(f: asyncio.Future[bool | None]) -> None:
+        def done(f: asyncio.Future[Stored]) -> None:
             self._tasks.discard(f)
             if f.cancelled():
                 return
             error = f.exception()
             if error is not None:
                 log.error("the store raised", exc_info=error, extra={"group": self.name})
-            self.submit(Stored(write_id, None if error is not None else f.result()))
+            self.submit(Stored(write_id, None) if error is not None else f.result())
 
         future.add_done_callback(done)
 

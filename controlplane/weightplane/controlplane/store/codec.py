@@ -160,6 +160,7 @@ _TRAINER = record(
         "world_size": _INT,
         "lineage": _STR,
         "closed": _BOOL,
+        "resume_step": optional(_INT),
     },
 )
 _POLICY = record(
