@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
+import grpc
 import pytest
+import torch
 
-from tests.inference_agent.models import Awkward, manifest_of
+from tests.inference_agent.models import Awkward, Constant, manifest_of
 from tests.inference_agent.server import Server, eventually, server
 from tests.inference_agent.trainer import Trainer, state_of
-from weightplane.controlplane.core.model import Held, Mode, Verify
+from weightplane.controlplane import failpoints
+from weightplane.controlplane.core.manifest import Manifest, TensorMeta
+from weightplane.controlplane.core.model import NONE_HELD, Admin, Held, Mode, PauseMode, Verify, Weights
+from weightplane.controlplane.core.shards import chunk_placement
 from weightplane.inference_agent.agent import InferenceAgent
+from weightplane.inference_agent.engines.base import RequestAborted
 from weightplane.inference_agent.engines.conformance import values_for
+from weightplane.inference_agent.engines.sharding import cut, shard_module
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+from weightplane.inference_agent.session import SessionStatus
+from weightplane.transports.base import TransportError
+from weightplane.transports.buckets import SinkSpans
 from weightplane.transports.dtypes import as_bytes
+from weightplane.v1 import weight_transfer_pb2 as wt
 
 
 @pytest.fixture
@@ -37,7 +51,7 @@ def replica(stack: ExitStack, plane: Server, name: str, engine: TorchModuleEngin
     return agent
 
 
-def holds(engine: TorchModuleEngine, values: dict) -> bool:
+def holds(engine: TorchModuleEngine, values: dict[int, torch.Tensor]) -> bool:
     manifest = manifest_of(engine.modules[0])
     names = dict(engine.modules[0].state_dict(keep_vars=True))
     return all(as_bytes(names[t.name]).equal(as_bytes(values[manifest.root(i)])) for i, t in enumerate(manifest))
@@ -65,3 +79,402 @@ def test_two_replicas_commit_together(
             with engine.forward() as tag:
                 assert (tag.version, tag.trainer_step, tag.incarnation) == (done.version, step, agent.incarnation)
     assert plane.state().committed == Held(done.version, done.update_id)
+
+
+@pytest.fixture
+def fail_at() -> Iterator[Callable[..., None]]:
+    """``fail_at(name, action=None, nth=1)``: at the nth hit run ``action`` (default: raise)."""
+
+    def install(name: str, action: Callable[[], None] | None = None, nth: int = 1) -> None:
+        def hook(hit: str, n: int) -> None:
+            if hit == name and n == nth:
+                if action is None:
+                    raise failpoints.FailpointError(f"{hit} (hit {n})")
+                action()
+
+        failpoints.set_hook(hook)
+
+    yield install
+    failpoints.set_hook(None)
+
+
+class Pair:
+    """A replica of ``Constant`` and a trainer whose version k is k everywhere."""
+
+    def __init__(self, stack: ExitStack, plane: Server, transport: str = "shm", **engine: Any) -> None:
+        self.plane = plane
+        self.module = Constant()
+        self.engine = TorchModuleEngine(self.module, **engine)
+        self.agent = replica(stack, plane, "r", self.engine)
+        self.manifest = manifest_of(self.module)
+        self.trainer = stack.enter_context(Trainer(plane.address, self.manifest, transport, bucket_bytes=16384))
+        self.trainer.init()
+
+    def values(self, k: float) -> dict[int, torch.Tensor]:
+        return {i: torch.full(t.shape, float(k)) for i, t in enumerate(self.manifest)}
+
+    def publish(self, k: int, **options: Any) -> Any:
+        return self.trainer.publish(self.values(k), k, **options)
+
+    def content(self) -> set[float]:
+        return set(self.module())
+
+    @property
+    def known(self) -> Any:
+        return self.plane.state().replicas["r"]
+
+
+def test_quarters_of_four_ranks_land_in_halves_of_two_workers(plane: Server, stack: ExitStack) -> None:
+    whole = Awkward(rows=8)
+    manifest = manifest_of(whole)
+    engine = TorchModuleEngine(shard_module(whole, 2), boxes=cut(2))
+    replica(stack, plane, "r", engine)
+    trainer = stack.enter_context(Trainer(plane.address, manifest, "shm", ranks=4, bucket_bytes=4096))
+    trainer.placements = [chunk_placement(f"rank/{r}", manifest, r, 4) for r in range(4)]
+    trainer.init()
+    for step in (1, 2):
+        values = values_for(manifest, step)
+        done = trainer.publish(values, step)
+        assert state_of(done.outcomes[0]) == "READY"
+        halves = [dict(m.named_parameters(remove_duplicate=False)) for m in engine.modules]
+        for i, t in enumerate(manifest):
+            parts: list[torch.Tensor] = [h[t.name] for h in halves]
+            joined = torch.cat(parts) if t.shape else parts[0]
+            assert as_bytes(joined).equal(as_bytes(values[manifest.root(i)])), t.name
+
+
+def test_T23_a_manifest_that_does_not_fit_is_refused_by_name_before_the_first_byte(
+    plane: Server, stack: ExitStack
+) -> None:
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    wrong = Manifest.of([*pair.manifest, TensorMeta("layers.8", "float32", (4,))])
+    other = stack.enter_context(Trainer(plane.address, wrong, "shm"))
+    other.init(takeover=True)
+    with pytest.raises(grpc.RpcError) as e:
+        other.start(2)
+    assert "MANIFEST_MISMATCH" in str(e.value.details()) or "'layers.8'" in str(e.value.details())
+    assert "'layers.8'" in str(e.value.details()) and pair.content() == {1.0}
+    assert pair.engine.held()[0].version == 1 and not pair.engine.holders()
+    back = stack.enter_context(Trainer(plane.address, pair.manifest, "shm"))
+    back.init(takeover=True)
+    assert state_of(back.publish(pair.values(3), 3).outcomes[0]) == "READY"
+
+
+def blocked_in_transfer(pair: Pair, mode: Mode, buckets: int) -> None:
+    """Start an update, send ``buckets`` of it, and leave the receiver waiting."""
+    trainer = pair.trainer
+    started = trainer.start(9, mode=mode)
+    sent: list[int] = []
+
+    def spoil(bucket: Any, spans: Any) -> None:
+        if len(sent) >= buckets:
+            raise RuntimeError("the trainer stops sending")
+        sent.append(bucket.index)
+
+    with pytest.raises(RuntimeError, match="stops sending"):
+        trainer.send(started, pair.values(9), spoil)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_C04_an_abort_reaches_a_blocked_receive_and_staged_serves_on(
+    plane: Server, stack: ExitStack, transport: str
+) -> None:
+    pair = Pair(stack, plane, transport)
+    pair.publish(1)
+    blocked_in_transfer(pair, Mode.STAGED, 2)
+    start = time.monotonic()
+    info = pair.trainer.abort()
+    assert time.monotonic() - start < 1.0, "the drain took too long"
+    assert not info.outcomes[0].unquiesced
+    assert pair.content() == {1.0} and not pair.engine.mixed() and not pair.engine.holders()
+    eventually(lambda: pair.known.weights is Weights.READY)
+    pair.trainer.init()
+    assert state_of(pair.publish(2).outcomes[0]) == "READY" and pair.content() == {2.0}
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_in_place_after_the_first_byte_is_dirty_fenced_and_healed(
+    plane: Server, stack: ExitStack, transport: str
+) -> None:
+    pair = Pair(stack, plane, transport, staged=False)
+    pair.publish(1)
+    blocked_in_transfer(pair, Mode.IN_PLACE, 2)
+    eventually(lambda: len(pair.content()) > 1, what="some bytes are in place")
+    pair.trainer.abort()
+    eventually(lambda: pair.known.weights is Weights.DIRTY)
+    assert pair.engine.mixed() and pair.engine.held() == (NONE_HELD,)
+    assert {"dirty"} <= set(pair.known.pause_holders)
+    entered = threading.Event()
+
+    def generate() -> None:
+        with pair.engine.forward():
+            entered.set()
+
+    threading.Thread(target=generate, daemon=True).start()
+    assert not entered.wait(0.3), "a DIRTY replica generated"
+    pair.trainer.init()
+    assert state_of(pair.publish(2, mode=Mode.IN_PLACE).outcomes[0]) == "READY"
+    assert entered.wait(5) and pair.content() == {2.0} and not pair.engine.holders()
+
+
+def test_in_place_before_the_first_byte_is_not_dirty(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane, staged=False)
+    pair.publish(1)
+    blocked_in_transfer(pair, Mode.IN_PLACE, 0)
+    eventually(lambda: pair.engine.holders())
+    pair.trainer.abort()
+    eventually(lambda: pair.known.weights is Weights.READY and not pair.engine.holders())
+    assert not pair.engine.mixed() and pair.engine.held()[0].version == 1
+
+
+def test_a_failing_apply_after_the_decision_leaves_it_committed_and_this_one_dirty(
+    plane: Server, stack: ExitStack, fail_at: Callable[..., None]
+) -> None:
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    fail_at("replica.apply.inside", nth=4)
+    done = pair.publish(2)
+    assert done.phase == 5  # COMMITTED
+    (outcome,) = done.outcomes
+    assert state_of(outcome) == "DIRTY" and "replica.apply.inside" in outcome.failure.message
+    assert pair.engine.mixed() and pair.engine.held() == (NONE_HELD,)
+    failpoints.set_hook(None)
+    assert state_of(pair.publish(3).outcomes[0]) == "READY" and pair.content() == {3.0}
+
+
+# --- planted defects: each makes finish fail by name ---
+
+
+def outcome_of(pair: Pair, k: int, **options: Any) -> str:
+    """What finishing (or starting) said, as text."""
+    try:
+        done = pair.publish(k, **options)
+    except grpc.RpcError as e:
+        return str(e.details())
+    except TransportError:
+        request = wt.GetUpdateRequest(group="g", update_id=pair.trainer.update_id)
+        return str(eventually(lambda: pair.trainer.stub.GetUpdate(request, timeout=5).update.failure.message))
+    return f"{state_of(done.outcomes[0])} {done.outcomes[0].failure.message}"
+
+
+def test_X08_a_transport_that_says_ok_and_moves_nothing(
+    plane: Server, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightplane.transports.shm import ShmReceiveChannel
+
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    monkeypatch.setattr(ShmReceiveChannel, "receive", lambda self, bucket, spans: None)
+    said = outcome_of(pair, 2, timeout=6)
+    assert "expected" in said and "payload bytes" in said, said
+    assert pair.content() == {1.0}
+
+
+def test_X04_a_transport_that_delivers_zeros(plane: Server, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightplane.transports.shm import ShmReceiveChannel
+
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    receive = ShmReceiveChannel.receive
+
+    def zeros(self: Any, bucket: Any, spans: Any) -> None:
+        receive(self, bucket, spans)
+        if bucket.index == 3:
+            for s in spans:
+                s.zero_()
+
+    monkeypatch.setattr(ShmReceiveChannel, "receive", zeros)
+    said = outcome_of(pair, 2)
+    assert "layers." in said and "differ" in said and pair.content() == {1.0}
+
+
+def test_a_loader_that_writes_half_of_one_tensor(
+    plane: Server, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, so that the loader is the sink: the last tensor's second half never reaches live memory."""
+    pair = Pair(stack, plane, staged=False)
+    pair.publish(1)
+    complete = SinkSpans.complete
+
+    def half(self: Any, bucket: Any) -> None:
+        complete(self, bucket)
+        if bucket.index == 7:
+            with torch.no_grad():
+                pair.module.layers[7][2048:] = 1.0
+
+    monkeypatch.setattr(SinkSpans, "complete", half)
+    said = outcome_of(pair, 2, mode=Mode.IN_PLACE)
+    assert "'layers.7'" in said, said
+    eventually(lambda: pair.engine.mixed())
+
+
+@pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
+def test_T21_one_bit_of_a_live_tensor_flipped_after_apply(plane: Server, stack: ExitStack, mode: Mode) -> None:
+    """A post-update hook is the last to touch memory; the read-back sees it."""
+    flips: list[int] = []
+
+    def hook(module: Any) -> None:
+        if flips:
+            as_bytes(module.layers[5])[9] ^= 1
+
+    pair = Pair(stack, plane, hooks=[hook])
+    pair.publish(1, mode=mode)
+    flips.append(1)
+    said = outcome_of(pair, 2, mode=mode)
+    assert "'layers.5'" in said, said
+    eventually(lambda: pair.known.weights is Weights.DIRTY)
+    flips.clear()
+    pair.trainer.init()
+    assert outcome_of(pair, 3, mode=mode).startswith("READY")
+
+
+def test_one_source_byte_changed_after_hashing(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    started = pair.trainer.start(2)
+
+    def change(bucket: Any, spans: Any) -> None:
+        if bucket.index == 0:
+            spans[0][3] ^= 1
+
+    pair.trainer.send(started, pair.values(2), change, hashed=pair.values(2))
+    with pytest.raises(grpc.RpcError) as e:
+        pair.trainer.finish()
+    assert "'layers.0'" in str(e.value.details())
+
+
+# --- lives ---
+
+
+def test_the_version_is_the_engines_through_a_new_agent_and_a_new_coordinator(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane)
+    done = pair.publish(1)
+    first = pair.agent.incarnation
+    pair.agent.stop(leave=False)
+    plane.stop()
+    plane.start()
+    agent = replica(stack, plane, "r", pair.engine)
+    assert agent.incarnation != first
+    eventually(lambda: pair.known.held == Held(done.version, done.update_id))
+    assert pair.known.weights is Weights.READY
+    with pair.engine.forward() as tag:
+        assert tag.version == done.version and tag.incarnation == agent.incarnation
+
+
+def test_a_coordinator_that_restarts_keeps_the_incarnation(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane)
+    done = pair.publish(1)
+    life = pair.agent.incarnation
+    plane.stop()
+    eventually(lambda: pair.agent.status().session is SessionStatus.CONNECTING)
+    plane.start()
+    eventually(lambda: "r" in plane.state().replicas and pair.known.reported, 15)
+    assert pair.agent.incarnation == life and pair.known.held == Held(done.version, done.update_id)
+
+
+def test_an_undecided_update_is_dropped_when_the_coordinator_restarts(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    blocked_in_transfer(pair, Mode.STAGED, 2)
+    plane.stop()
+    plane.start()
+    eventually(lambda: pair.agent.status().stage in ("ABORTED", "FAILED"), 15)
+    assert pair.content() == {1.0} and not pair.engine.holders() and not pair.engine.mixed()
+
+
+def test_an_engine_that_restarts_behind_its_agent_is_joining(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    life = pair.agent.incarnation
+    pair.engine._held = NONE_HELD  # as a fresh process would say
+    pair.engine._life = "another"
+    eventually(lambda: pair.agent.incarnation != life, what="the agent noticed")
+    eventually(lambda: pair.known.incarnation == pair.agent.incarnation and pair.known.reported)
+    assert pair.known.weights is Weights.JOINING and pair.known.held == NONE_HELD
+    pair.trainer.init()
+    assert state_of(pair.publish(2).outcomes[0]) == "READY"
+
+
+def test_a_second_agent_of_the_same_name_supersedes_and_the_first_does_not_redial(
+    plane: Server, stack: ExitStack
+) -> None:
+    first = replica(stack, plane, "r", TorchModuleEngine(Constant()))
+    second = replica(stack, plane, "r", TorchModuleEngine(Constant()))
+    eventually(lambda: first.status().session is SessionStatus.SUPERSEDED)
+    time.sleep(0.5)
+    assert second.status().session is SessionStatus.LIVE
+    assert plane.state().replicas["r"].incarnation == second.incarnation
+
+
+def test_a_goodbye_is_leaving_not_lost(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    pair.agent.stop("scaled down")
+    eventually(lambda: pair.known.admin is Admin.LEAVING, 2)
+    pair.agent.stop()
+
+
+# --- pauses ---
+
+
+@pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
+def test_WAIT_drains_and_ABORT_returns_what_there_is(plane: Server, stack: ExitStack, mode: Mode) -> None:
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    outputs: list[list[int]] = []
+    running = threading.Event()
+
+    def generate(tokens: int) -> None:
+        with pair.engine.request():
+            out: list[int] = []
+            try:
+                while len(out) < tokens:
+                    with pair.engine.forward() as tag:
+                        out.append(tag.version)
+                    running.set()
+                    time.sleep(0.01)
+            except RequestAborted:
+                out.append(-1)
+            outputs.append(out)
+
+    t = threading.Thread(target=generate, args=(40,), daemon=True)
+    t.start()
+    assert running.wait(5)
+    done = pair.publish(2, mode=mode, pause=PauseMode.WAIT)
+    assert state_of(done.outcomes[0]) == "READY"
+    t.join(5)
+    assert outputs == [[1] * 40], "WAIT: a request mixed versions, or was cut"
+    running.clear()
+    t = threading.Thread(target=generate, args=(10**6,), daemon=True)
+    t.start()
+    assert running.wait(5)
+    assert state_of(pair.publish(3, mode=mode, pause=PauseMode.ABORT).outcomes[0]) == "READY"
+    t.join(5)
+    assert not t.is_alive() and outputs[1][-1] == -1 and set(outputs[1][:-1]) == {2}
+
+
+def test_C20_under_load_no_pass_mixes_versions_across_many_publishes(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane)
+    stop, faults, seen = threading.Event(), [], set()
+
+    def hammer() -> None:
+        while not stop.is_set():
+            with pair.engine.request():
+                for _ in range(4):
+                    with pair.engine.forward() as tag:
+                        got = pair.content()
+                    if len(got) != 1 or got != {float(max(tag.trainer_step, 0))}:
+                        faults.append((tag, got))
+                    seen.add(tag.version)
+
+    threads = [threading.Thread(target=hammer, daemon=True) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for k in range(1, 21):
+        mode = Mode.IN_PLACE if k % 3 == 0 else Mode.STAGED
+        assert state_of(pair.publish(k, mode=mode).outcomes[0]) == "READY"
+    stop.set()
+    for t in threads:
+        t.join(5)
+    assert not faults and len(seen) > 10

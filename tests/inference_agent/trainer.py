@@ -192,8 +192,14 @@ class Trainer:
             self.open[key] = transport.open_sender(channel_spec(channel, "g"), member)
         return self.open[key]
 
-    def send(self, started: Any, values: Values, spoil: Callable[[Any, Any], None] | None = None) -> None:
-        """Arm, declare everything in one call, send, flush, on every rank at once."""
+    def send(
+        self,
+        started: Any,
+        values: Values,
+        spoil: Callable[[Any, Any], None] | None = None,
+        hashed: Values | None = None,
+    ) -> None:
+        """Arm, declare everything in one call, send, flush, on every rank at once. Digests are of ``hashed``."""
         deadline = time.monotonic() + 20
         token = ArmToken(self.update_id, self.epoch, self.generation)
         plans = {c.channel_id: self.plan(c.plan_id) for c in started.channels}
@@ -231,7 +237,7 @@ class Trainer:
                     sender.send(bucket, out)
             for _, plan, _, sender in work:
                 sender.flush()
-                self.put_digests(rank, plan, values)
+                self.put_digests(rank, plan, values if hashed is None else hashed)
 
         self.everyone(one)
 

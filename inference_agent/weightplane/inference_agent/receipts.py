@@ -6,7 +6,7 @@ One ``Ledger`` per worker and update, used by one thread at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -178,8 +178,3 @@ def receipt_pages(
         )
         for first in range(0, max(1, total), _PAGE_DIGESTS)
     ]
-
-
-def digests_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The LIVE digest of whole tensors, by name."""
-    return {name: digest_tensor(t, name) for name, t in tensors.items()}

@@ -15,6 +15,7 @@ from weightplane.controlplane import failpoints
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Evidence, Held, Mode, PauseMode
 from weightplane.controlplane.core.placement import Box, full_box
+from weightplane.transports.digest import digest_tensor
 
 from .arena import Arena, StagingRefused
 from .base import Description, EngineError, EngineUpdate, GatedEngine, LocalTensors, VersionTag, WorkerDevice
@@ -117,6 +118,16 @@ class TorchModuleEngine(GatedEngine):
     def held(self) -> tuple[Held, ...]:
         """See ``Engine``."""
         return (self._held,) * len(self.modules)
+
+    def live_digests(self) -> dict[str, int]:
+        """The LIVE digest of every tensor under every name (of worker w of several: ``"w/name"``), read from memory."""
+        several = len(self._live) > 1
+        out: dict[str, int] = {}
+        for w, worker in enumerate(self._live):
+            for live in worker:
+                digest = digest_tensor(live.tensor, live.names[0])
+                out.update({f"{w}/{n}" if several else n: digest for n in live.names})
+        return out
 
     def layout(self) -> int:
         """See ``Engine``. Reserves staging anew when it changed. ``TypeError`` names a tensor that cannot travel."""
