@@ -49,7 +49,14 @@ async def server(config: ServerConfig | None = None) -> AsyncIterator[Running]:
 def dial(address: str, *options: tuple[str, int]) -> grpc.aio.Channel:
     """A connection of its own."""
     return grpc.aio.insecure_channel(
-        address, options=[*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *options]
+        address,
+        options=[
+            *CLIENT_OPTIONS,
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 200),
+            *options,
+        ],
     )
 
 
@@ -170,8 +177,11 @@ class Replica:
         self._sequence = itertools.count(1)
         self._beat = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
+        self._working_task: list[asyncio.Task[None]] = []
         self._stage = ag.REPLICA_STAGE_UNSPECIFIED
         self._taking = ""
+        self._version = 0
+        self.redial = False
         self._newest: ag.DesiredReplica | None = None
         self._changed = asyncio.Event()
         self._outbox: asyncio.Queue[ag.SessionRequest] = asyncio.Queue()
@@ -185,14 +195,25 @@ class Replica:
 
     async def kill(self) -> None:
         """Vanish without a word."""
-        for task in self._tasks:
+        for task in (*self._tasks, *self._working_task):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._working_task, return_exceptions=True)
         await self._channel.close()
 
     async def _session(self) -> None:
+        while True:
+            try:
+                await self._connected()
+            except grpc.aio.AioRpcError as e:
+                self.ended = e
+                if not self.redial or e.code() is not grpc.StatusCode.UNAVAILABLE:
+                    self.joined.set()
+                    return
+                await asyncio.sleep(0.05)
+
+    async def _connected(self) -> None:
+        """One stream, from hello to its end, which is raised."""
         stream = self.agent.Session()
-        self._stream = stream
         hello = ag.Hello(
             group=self.group,
             agent_id=self.rid,
@@ -200,15 +221,16 @@ class Replica:
             kind=ag.SESSION_KIND_CONTROL,
             replica=self.hello,
         )
+        await stream.write(ag.SessionRequest(hello=hello))
+        first = await stream.read()
+        if not isinstance(first, ag.SessionResponse):
+            raise await _error(stream)
+        self.welcome = first.welcome
+        self._outbox = asyncio.Queue()
+        streaming = [asyncio.create_task(self._saying(stream)), asyncio.create_task(self._beating())]
+        if not self._working_task:
+            self._working_task.append(asyncio.create_task(self._working()))
         try:
-            await stream.write(ag.SessionRequest(hello=hello))
-            first = await stream.read()
-            if not isinstance(first, ag.SessionResponse):
-                raise await _error(stream)
-            self.welcome = first.welcome
-            self._tasks.append(asyncio.create_task(self._saying()))
-            self._tasks.append(asyncio.create_task(self._beating()))
-            self._tasks.append(asyncio.create_task(self._working()))
             await self.send_report()
             self.joined.set()
             while isinstance(message := await stream.read(), ag.SessionResponse):
@@ -216,9 +238,10 @@ class Replica:
                 self.seen.append(message.replica)
                 self._changed.set()
             raise await _error(stream)
-        except grpc.aio.AioRpcError as e:
-            self.ended = e
-            self.joined.set()
+        finally:
+            for task in streaming:
+                task.cancel()
+            await asyncio.gather(*streaming, return_exceptions=True)
 
     async def send_report(self, **fields: Any) -> None:
         """Tell the coordinator how things are."""
@@ -236,9 +259,9 @@ class Replica:
         """Queue a message: a write that is cancelled half-way would cancel the whole stream."""
         self._outbox.put_nowait(message)
 
-    async def _saying(self) -> None:
+    async def _saying(self, stream: Any) -> None:
         while True:
-            await self._stream.write(await self._outbox.get())
+            await stream.write(await self._outbox.get())
 
     async def _beating(self) -> None:
         while True:
@@ -256,6 +279,8 @@ class Replica:
             if d is None:
                 continue
             u = d.update if d.HasField("update") else None
+            for told in d.resolutions:
+                await self._resolve(told)
             if u is not None and u.decision == ag.DECISION_ABORT and self._taking == u.update_id:
                 if work is not None:
                     work.cancel()
@@ -272,6 +297,17 @@ class Replica:
             ):
                 work = asyncio.create_task(self._advance(d))
                 self._tasks.append(work)
+
+    async def _resolve(self, told: ag.Resolution) -> None:
+        """In doubt no more."""
+        if told.update_id != self._taking or self._stage >= ag.REPLICA_STAGE_APPLIED:
+            return
+        if told.decision == ag.DECISION_COMMIT:
+            self.held = cm.HeldVersion(version=self._version, update_id=self._taking)
+            self._stage = ag.REPLICA_STAGE_APPLIED
+        elif told.decision == ag.DECISION_ABORT:
+            self._stage = ag.REPLICA_STAGE_ABORTED
+        await self.send_report()
 
     async def _hook(self, stage: str, u: ag.DesiredUpdate) -> None:
         hook = self.hooks.get(stage)
@@ -295,6 +331,7 @@ class Replica:
             if u.decision:
                 return
             self._taking, self._stage = u.update_id, ag.REPLICA_STAGE_UNSPECIFIED
+            self._version = u.version
             self.report = ag.ReplicaReport()
             for w in range(self.workers):
                 member = f"{self.rid}/{w}"
