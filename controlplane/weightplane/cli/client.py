@@ -15,6 +15,7 @@ import typer
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from weightplane.controlplane.dial import Dial
 from weightplane.v1.agent_pb2_grpc import AgentServiceStub
 from weightplane.v1.common_pb2 import Failure as FailureMessage
 from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
@@ -23,7 +24,7 @@ from weightplane.v1.weight_transfer_pb2_grpc import WeightTransferServiceStub
 from .exits import Exit
 from .output import emit_json, err
 
-__all__ = ["AddressOption", "Connection", "GroupOption", "JsonOption", "connect", "request_id"]
+__all__ = ["AddressOption", "Connection", "GroupOption", "JsonOption", "connect", "dial", "request_id"]
 
 DEFAULT_ADDRESS = "127.0.0.1:7450"
 
@@ -75,38 +76,39 @@ class Connection:
     timeout: float = 10.0
 
 
-class _Token(grpc.AuthMetadataPlugin):
-    def __init__(self, token: str) -> None:
-        self._token = token
+def dial(address: str) -> Dial:
+    """How to reach the control plane, as the environment says: WEIGHTPLANE_CA, _CERT, _KEY (PEM files), _TOKEN.
 
-    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
-        callback((("authorization", f"Bearer {self._token}"),), None)
+    WEIGHTPLANE_INSECURE=1 allows plaintext off loopback. Raises ``typer.BadParameter`` for what cannot be.
+    """
+    ca, cert, key = (os.environ.get(f"WEIGHTPLANE_{n}", "") for n in ("CA", "CERT", "KEY"))
+    try:
+        pem = {n: Path(path).read_bytes() for n, path in (("ca", ca), ("cert", cert), ("key", key)) if path}
+        return Dial(
+            address,
+            tls=bool(ca),
+            ca_pem=pem.get("ca", b""),
+            cert_pem=pem.get("cert", b""),
+            key_pem=pem.get("key", b""),
+            token=os.environ.get("WEIGHTPLANE_TOKEN", ""),
+            insecure=os.environ.get("WEIGHTPLANE_INSECURE", "") == "1",
+        )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(f"--address {address}: {error}") from None
 
 
 def open_channel(address: str) -> grpc.Channel:
-    """A channel with what the environment says: WEIGHTPLANE_CA, _CERT, _KEY (PEM files), _TOKEN."""
-    options: list[tuple[str, int | str]] = [("grpc.max_receive_message_length", 16 << 20)]
-    ca, cert, key = (os.environ.get(f"WEIGHTPLANE_{n}", "") for n in ("CA", "CERT", "KEY"))
-    token = os.environ.get("WEIGHTPLANE_TOKEN", "")
-    if not ca:
-        if token:
-            return grpc.intercept_channel(grpc.insecure_channel(address, options=options), _BearerInterceptor(token))
-        return grpc.insecure_channel(address, options=options)
-    credentials = grpc.ssl_channel_credentials(
-        Path(ca).read_bytes(),
-        Path(key).read_bytes() if key else None,
-        Path(cert).read_bytes() if cert else None,
-    )
-    if token:
-        credentials = grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(_Token(token)))
-    return grpc.secure_channel(address, credentials, options=options)
+    """A channel to the control plane; every call carries the token, if there is one."""
+    how = dial(address)
+    channel = how.channel()
+    return grpc.intercept_channel(channel, _BearerInterceptor(how.metadata[0])) if how.metadata else channel
 
 
 class _BearerInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds a token on plaintext channels (loopback), where gRPC's own call credentials are refused."""
+    """Adds the token to every call."""
 
-    def __init__(self, token: str) -> None:
-        self._entry = ("authorization", f"Bearer {token}")
+    def __init__(self, entry: tuple[str, str]) -> None:
+        self._entry = entry
 
     def _with(self, details: grpc.ClientCallDetails) -> grpc.ClientCallDetails:
         return details._replace(metadata=[*(details.metadata or ()), self._entry])  # type: ignore[attr-defined,no-any-return]

@@ -1,0 +1,93 @@
+"""``weightplane inference-agent``: run one replica in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from .announce import AnnounceOption, announce
+from .client import DEFAULT_ADDRESS, AddressOption, GroupOption, dial
+from .exits import Exit
+from .output import console, err
+from .serve import LogJsonOption, LogLevelOption, configure_logging
+
+__all__ = ["register"]
+
+
+def _pairs(option: str, texts: list[str], parse: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, sep, value = text.partition("=")
+        if not sep or not key:
+            raise typer.BadParameter(f"{option} {text!r}: expected key=value")
+        try:
+            found[key] = json.loads(value) if parse else value
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def inference_agent(
+    group: GroupOption,
+    replica_id: Annotated[str, typer.Option("--replica-id", help="Stable and unique in the group.")],
+    engine: Annotated[str, typer.Option("--engine", help="module:factory, or a registered engine's name.")],
+    address: AddressOption = DEFAULT_ADDRESS,
+    option: Annotated[
+        list[str] | None, typer.Option("--engine-option", help="key=value for the factory (JSON values). Repeatable.")
+    ] = None,
+    label: Annotated[list[str] | None, typer.Option("--label", help="key=value for selectors. Repeatable.")] = None,
+    transport: Annotated[
+        list[str] | None, typer.Option("--transport", help="Offer this transport; none = all that work here.")
+    ] = None,
+    generate: Annotated[
+        str, typer.Option("--generate", help="host:port of the minimal /generate endpoint (port 0: a free one).")
+    ] = "",
+    serve_unsynced: Annotated[
+        bool, typer.Option("--serve-unsynced", help="Generate before the first update too (experiments' control).")
+    ] = False,
+    log_level: LogLevelOption = "info",
+    log_json: LogJsonOption = False,
+    to: AnnounceOption = None,
+) -> None:
+    """Make an engine a replica, until SIGTERM or Ctrl-C: it then leaves in good order."""
+    configure_logging(log_level, log_json)
+    from weightplane.inference_agent.agent import InferenceAgent
+    from weightplane.inference_agent.generate import GenerateServer
+    from weightplane.inference_agent.serve import run_agent
+
+    host, _, port = generate.rpartition(":")
+    if generate and not (host and port.isdigit()):
+        raise typer.BadParameter(f"--generate {generate!r}: expected host:port")
+
+    def ready(agent: InferenceAgent, server: GenerateServer | None) -> None:
+        announce(to, replica_id=replica_id, generate=server.address if server is not None else "")
+        where = f", generates at http://{server.address}/generate" if server is not None else ""
+        console.print(f"replica {replica_id} of group {group} dials {address}{where}; stop it with Ctrl-C")
+
+    try:
+        status = run_agent(
+            engine,
+            dial(address),
+            group,
+            replica_id,
+            engine_options=_pairs("--engine-option", option or [], parse=True),
+            labels=_pairs("--label", label or [], parse=False),
+            transports=transport or None,
+            generate_host=host.strip("[]") or "127.0.0.1",
+            generate_port=int(port) if generate else None,
+            serve_unsynced=serve_unsynced,
+            on_ready=ready,
+        )
+    except (ValueError, OSError) as error:
+        err.print(f"[bold red]error[/] {error}", markup=True)
+        raise typer.Exit(Exit.USAGE) from None
+    if status:
+        err.print(f"another agent took the name {replica_id!r} over; this one ends")
+        raise typer.Exit(Exit.REFUSED)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this command."""
+    app.command(name="inference-agent")(inference_agent)

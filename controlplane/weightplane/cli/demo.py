@@ -1,0 +1,51 @@
+"""``weightplane demo``: reinforcement learning through Weightplane, on this machine, in a few minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .client import JsonOption
+from .exits import Exit
+from .output import emit_json, err
+
+__all__ = ["register"]
+
+
+def demo(
+    sync: Annotated[
+        bool, typer.Option("--sync/--no-sync", help="--no-sync: the control; trains, but publishes nothing.")
+    ] = True,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights, prompts and samplers.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Training steps; 0 = the recommended number.")] = 0,
+    transport: Annotated[str, typer.Option("--transport", help="Force one: shm or grpc; none = negotiated.")] = "",
+    report: Annotated[Path, typer.Option("--report", help="Folder of report.json and report.png.")] = Path(
+        "demo-report"
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a policy learn: a trainer, a control plane and two replicas as processes; every step is published."""
+    try:
+        from weightplane.demo.main import DemoFailed, run_demo
+    except ModuleNotFoundError as error:
+        err.print(f"[bold red]error[/] {error.name} is missing: pip install 'weightplane[torch,demo]'")
+        raise typer.Exit(Exit.REFUSED) from None
+    try:
+        summary = run_demo(sync=sync, seed=seed, steps=steps, transport=transport, report=report, quiet=as_json)
+    except DemoFailed as error:
+        err.print(f"[bold red]error[/] {error}")
+        raise typer.Exit(Exit.FAILED) from None
+    except KeyboardInterrupt:
+        err.print("interrupted; every process of the demo was ended")
+        raise typer.Exit(Exit.INTERRUPTED) from None
+    if as_json:
+        emit_json(summary)
+    if not summary["passed"]:
+        raise typer.Exit(Exit.FAILED)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this command."""
+    app.command()(demo)

@@ -1,0 +1,110 @@
+"""``weightplane transports`` and ``weightplane doctor``: what works here, what does not, why, and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from .client import DEFAULT_ADDRESS, AddressOption, JsonOption
+from .exits import Exit
+from .output import console, emit_json, table
+
+__all__ = ["register"]
+
+
+def transports(as_json: JsonOption = False) -> None:
+    """List the transports registered here: which work, which do not and why."""
+    from weightplane.transports import registry
+
+    found = registry.available()
+    if as_json:
+        emit_json({"transports": [_probe(name, probe) for name, probe in found.items()]})
+        return
+    rows = []
+    for name, probe in found.items():
+        details = ", ".join(f"{k}={v}" for k, v in probe.details.items())
+        rows.append([name, "yes" if probe.ok else "no", probe.reason or details or "-"])
+    table("transports", ["transport", "works here", "why not / details"], rows)
+
+
+def _probe(name: str, probe: Any) -> dict[str, Any]:
+    return {"name": name, "ok": probe.ok, "reason": probe.reason, "details": dict(probe.details)}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def doctor(
+    address: AddressOption = DEFAULT_ADDRESS,
+    group: Annotated[str, typer.Option("--group", "-g", help="Also explain how each replica is reached.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Examine this host and, if it answers, the control plane. Exit 4 if something here will not work."""
+    from weightplane.transports import registry
+
+    checks: list[dict[str, Any]] = []
+
+    def check(name: str, ok: bool, found: str, todo: str = "") -> None:
+        checks.append({"check": name, "ok": ok, "found": found, "next": todo})
+
+    check("python", sys.version_info >= (3, 11), platform.python_version(), "use Python 3.11 or newer")
+    for name, need in (("grpcio", True), ("protobuf", True), ("torch", False)):
+        version = _version(name)
+        todo = f"pip install {name}" if need else "agents need it: pip install weightplane[torch]"
+        check(name, bool(version) or not need, version or "not installed", "" if version else todo)
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    enough = shm is not None and shm.free >= 64 << 20
+    free = f"{shm.free >> 20} MiB free in /dev/shm" if shm is not None else "no /dev/shm"
+    check("shared memory", enough, free, "the shm transport wants 64 MiB: raise --shm-size of the container")
+    if _version("torch"):
+        for name, probe in registry.available().items():
+            check(f"transport {name}", probe.ok, "works" if probe.ok else probe.reason)
+    _control_plane(check, address, group)
+    bad = [c for c in checks if not c["ok"]]
+    if as_json:
+        emit_json({"ok": not bad, "checks": checks})
+    else:
+        rows = [[c["check"], "ok" if c["ok"] else "NO", c["found"], "" if c["ok"] else c["next"]] for c in checks]
+        table("doctor", ["check", "", "found", "what to do"], rows)
+        console.print("all is well" if not bad else f"{len(bad)} problem(s)")
+    if bad:
+        raise typer.Exit(Exit.REFUSED)
+
+
+def _control_plane(check: Any, address: str, group: str) -> None:
+    import grpc
+
+    from weightplane.v1 import fleet_pb2
+    from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
+
+    from .client import open_channel
+
+    with open_channel(address) as channel:
+        stub = FleetServiceStub(channel)
+        try:
+            groups = stub.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=3).groups
+            check("control plane", True, f"{address} answers, {len(groups)} group(s)")
+            if group:
+                replicas = stub.ListReplicas(fleet_pb2.ListReplicasRequest(group=group), timeout=3).replicas
+                for r in replicas:
+                    check(f"replica {r.replica_id}", r.routable, "routable" if r.routable else r.reason, "see status")
+        except grpc.RpcError as error:
+            todo = "start one (weightplane controlplane) or name it with --address"
+            text = error.details() if isinstance(error, grpc.Call) else str(error)
+            check("control plane", False, f"{address}: {text}", todo)
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command()(transports)
+    app.command()(doctor)
