@@ -246,6 +246,8 @@ class Attempt:
     def _refused(self, error: RpcRefused) -> update_pb2.UpdateInfo:
         if error.failure.reason is Reason.TRAINER_FENCED:
             raise TrainerFenced(error.failure) from None
+        if error.update is not None and error.update.request_id == self.request_id:
+            self.update_id = error.update.update_id  # it was opened, and aborted before anything was armed
         if not self.update_id:
             raise AttemptFailed(error.failure, error.update, refused=True) from None
         update = self._settle(error.update)

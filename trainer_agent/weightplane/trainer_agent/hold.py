@@ -85,6 +85,13 @@ class Hold:
         if self._over is not None:
             raise TrainerFenced(self._over)
 
+    def fenced(self, seconds: float) -> bool:
+        """Whether the hold is over; word of it may take this long to come."""
+        end = time.monotonic() + seconds
+        while self._over is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._over is not None
+
     # --- init and rebind ---
 
     def init(self, deadline: float, device_kind: str) -> None:

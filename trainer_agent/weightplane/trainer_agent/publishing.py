@@ -180,7 +180,9 @@ class Publishing:
             return UpdateRefused(Failure(Reason.DEADLINE, f"the control plane did not answer: {error}"))
         return error
 
-    def _failed(self, e: AttemptFailed) -> UpdateFailed:
+    def _failed(self, e: AttemptFailed) -> PublishError:
+        if e.failure.reason is Reason.SUPERSEDED and self._hold.fenced(_GRACE_S):
+            return TrainerFenced(e.failure)
         if e.refused:
             return UpdateRefused(e.failure, update=e.update)
         return UpdateFailed(e.failure, blamed(e.update) if e.update is not None else {}, e.update)
