@@ -277,7 +277,8 @@ class InferenceAgent:
                 self._helper.stop()
         else:
             self._handle(event)
-            if isinstance(event, core.Drained | core.Applied | core.Failed):
+            ours = isinstance(event, core.Resumed) and event.holder not in ("update", "dirty")
+            if ours or isinstance(event, core.Drained | core.Applied | core.Failed):
                 self._again()
 
     def _handle(self, event: Any) -> None:

@@ -39,7 +39,7 @@ __all__ = [
 _PAGE_PIECES = 20_000
 _MESSAGE_BYTES = 2048
 
-_PROTO: dict[type[Any], tuple[Any, str]] = {
+_PROTO: dict[Any, tuple[Any, str]] = {
     Mode: (common_pb2.Mode, "MODE_"),
     PauseMode: (common_pb2.PauseMode, "PAUSE_MODE_"),
     CachePolicy: (common_pb2.CachePolicy, "CACHE_POLICY_"),
@@ -57,7 +57,7 @@ def number(value: Any) -> Any:
     return proto.Value(name) if name in proto.keys() else 0  # noqa: SIM118 - an enum wrapper, not a dict
 
 
-def enum(kind: type[Any], value: int, default: Any) -> Any:
+def enum(kind: Any, value: int, default: Any) -> Any:
     """The core's value of a contract's number; ``default`` for UNSPECIFIED or a number of a newer contract."""
     proto, prefix = _PROTO[kind]
     if not value or value not in proto.values():

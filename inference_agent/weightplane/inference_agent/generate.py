@@ -58,6 +58,7 @@ class Generator(Protocol):
         gate: Gate,
     ) -> Sequence[Generated]:
         """Generate for each prompt."""
+        ...
 
 
 class _Refused(Exception):

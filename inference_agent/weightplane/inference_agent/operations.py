@@ -52,7 +52,7 @@ class Operations:
     ) -> None:
         self._engine, self._calls = engine, calls
         self._replica_id, self._incarnation = replica_id, incarnation
-        self._emit = emit
+        self._emit, self._group = emit, group
         self.members = [f"{replica_id}/{w}" for w in range(len(engine.workers))]
         self._channels = Channels(group, transports)
         self._work = WorkThread(f"weightplane-update-{replica_id}")
@@ -76,7 +76,7 @@ class Operations:
             t.want = state.taking.want
         if isinstance(effect, core.Check):
             assert state.taking is not None
-            self._transfer = t = Transfer(state.taking.want, state.taking.epoch, state.taking.deadline)
+            self._transfer = t = Transfer(state.taking.want, state.taking.epoch, state.taking.deadline, self._group)
             self._begin(t, "checking the manifest", lambda: self._check(t))
         elif isinstance(effect, core.Pause):
             self._pause(effect)
@@ -137,11 +137,10 @@ class Operations:
 
     def _pause(self, effect: core.Pause) -> None:
         holder = effect.holder
-        self._paused_at.setdefault(holder, time.monotonic())
         try:
             self._engine.pause(holder, effect.mode)
             if self._engine.wait_paused(holder, 0):
-                self._emit(core.Paused(holder))
+                self._stands_still(holder)
                 return
         except Exception as e:
             self._pause_failed(holder, e)
@@ -152,12 +151,16 @@ class Operations:
         try:
             while not self._closed:
                 if self._engine.wait_paused(holder, 0.5):
-                    self._emit(core.Paused(holder))
+                    self._stands_still(holder)
                     return
                 if holder not in self._engine.holders():
                     return
         except Exception as e:
             self._pause_failed(holder, e)
+
+    def _stands_still(self, holder: str) -> None:
+        self._paused_at.setdefault(holder, time.monotonic())
+        self._emit(core.Paused(holder))
 
     def _pause_failed(self, holder: str, error: Exception) -> None:
         log.error("replica %s: pausing for %s failed", self._replica_id, holder, exc_info=error)
@@ -177,7 +180,7 @@ class Operations:
                 return  # dropped meanwhile: the drain behind us says so
             except Exception as e:
                 if t.cancelled.is_set() and not applying:
-                    log.info("update %s: %s ended by its abort: %s", t.update_id, doing, e)
+                    log.info("update %s: %s ended by its abort: %s", t.update_id, doing, e, extra=t.extra)
                     return
                 self._failed(t, e, doing, applying)
 
@@ -186,7 +189,7 @@ class Operations:
     def _failed(self, t: Transfer, error: Exception, doing: str, applying: bool) -> None:
         failure = failure_of(error, self._replica_id, doing)
         expected = isinstance(error, Refusal)
-        log.error("update %s: %s", t.update_id, failure, exc_info=None if expected else error)
+        log.error("update %s: %s", t.update_id, failure, exc_info=None if expected else error, extra=t.extra)
         if applying:
             self._engine.abort(t.update_id, True, str(failure))
             self._forget(t)
@@ -279,13 +282,13 @@ class Operations:
         if t.in_place and t.want.verify is not Verify.OFF:
             self._read_back(t.workers)
             evidence = self._engine.evidence
-        verify_s = time.monotonic() - start
+        t.verify_s = time.monotonic() - start
         for w in t.workers:
             pages = receipt_pages(w.ledger, t.update_id, evidence, w.landed, w.ledger.packed())
             self._calls.put_receipt(self._incarnation, self._epoch, pages, t.deadline, t.cancelled.is_set)
         failpoints.hit("replica.prepare.after")
         self._step()
-        self._emit(core.Prepared(t.update_id, Timings(max(0.0, t.received_at - t.armed_at), verify_s)))
+        self._emit(core.Prepared(t.update_id, Timings(t.wire_s, t.verify_s)))
 
     def _complete(self, w: Worker) -> None:
         """Refuse to vote short of the plan, or when the transport moved other than it said."""
@@ -307,28 +310,31 @@ class Operations:
     def _apply(self, t: Transfer) -> None:
         failpoints.hit("replica.apply.before")
         start = time.monotonic()
+        read_s = 0.0
         if not t.in_place:
             self._engine.apply(t.update_id)
             if t.want.verify is not Verify.OFF:
+                reading = time.monotonic()
                 self._read_back(t.workers)
+                read_s = time.monotonic() - reading
         self._engine.commit(t.update_id)
         failpoints.hit("replica.apply.after")
         now = time.monotonic()
-        wire_s = max(0.0, t.received_at - t.armed_at)
-        pause_s = now - self._paused_at.get("update", start)
+        paused_s = now - self._paused_at.get("update", start)
         self._step()
         self._forget(t)
-        self._emit(core.Applied(t.update_id, self._engine.held(), Timings(wire_s, 0.0, pause_s, now - start)))
+        timings = Timings(t.wire_s, t.verify_s + read_s, paused_s, now - start - read_s)
+        self._emit(core.Applied(t.update_id, self._engine.held(), timings))
 
     def _drain(self, t: Transfer, reason: str) -> None:
-        failpoints.hit("replica.drop.before")
         wrote = t.wrote
         try:
+            failpoints.hit("replica.drop.before")
             self._engine.abort(t.update_id, wrote, reason)
+            failpoints.hit("replica.drop.after")
         except Exception:
-            log.exception("update %s: the engine could not drop it; its memory counts as mixed", t.update_id)
+            log.exception("update %s: it could not be dropped; memory counts as mixed", t.update_id, extra=t.extra)
             wrote = True
         self._channels.discard([w.channel for w in t.workers])
         self._forget(t)
-        failpoints.hit("replica.drop.after")
         self._emit(core.Drained(t.update_id, wrote))

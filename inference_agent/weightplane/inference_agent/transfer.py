@@ -113,8 +113,9 @@ class Channels:
 class Transfer:
     """One update as this replica takes it, from check to its end. ``cancelled`` is final."""
 
-    def __init__(self, want: DesiredUpdate, epoch: int, deadline: float) -> None:
+    def __init__(self, want: DesiredUpdate, epoch: int, deadline: float, group: str) -> None:
         self.want, self.epoch, self.deadline = want, epoch, deadline
+        self.extra = {"group": group, "update_id": want.update_id, "version": want.version}  # of log records
         self.update_id = want.update_id
         self.cancelled = threading.Event()
         self.manifest: Manifest | None = None
@@ -122,6 +123,7 @@ class Transfer:
         self.layout = 0
         self.armed_at = 0.0
         self.received_at = 0.0
+        self.verify_s = 0.0
         self._lock = threading.Lock()
         self._reason = ""
         self._wrote = False
@@ -130,6 +132,11 @@ class Transfer:
     def in_place(self) -> bool:
         """Whether bytes go straight to live memory."""
         return self.want.mode is Mode.IN_PLACE
+
+    @property
+    def wire_s(self) -> float:
+        """From armed to the last byte in place."""
+        return max(0.0, self.received_at - self.armed_at)
 
     @property
     def wrote(self) -> bool:

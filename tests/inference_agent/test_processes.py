@@ -1,0 +1,134 @@
+"""Real processes: leases through a held GIL and a stop, a death told at once, SIGTERM as goodbye, embedding."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.inference_agent.models import Constant
+from tests.inference_agent.process import program
+from tests.inference_agent.server import eventually
+from weightplane.controlplane.dial import Dial
+from weightplane.inference_agent.agent import InferenceAgent
+from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+from weightplane.inference_agent.serve import load_engine
+from weightplane.inference_agent.session import SessionStatus
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[str]:
+    with program("plane", "2.0") as (_, said):
+        yield said["address"]
+
+
+def known(address: str, name: str) -> Any:
+    """What the control plane says of a replica; None if it knows none of that name."""
+    channel = Dial(address).channel()
+    try:
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        listed = stub.ListReplicas(fleet_pb2.ListReplicasRequest(group="g"), timeout=5)
+        return next((r for r in listed.replicas if r.replica_id == name), None)
+    finally:
+        channel.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_gil_held_for_five_seconds_between_updates_keeps_the_incarnation(plane: str) -> None:
+    """TTL 2 s, beats every 0.2 s: the helper process beats on while this interpreter does nothing at all."""
+    agent = InferenceAgent(plane, "g", "gil", TorchModuleEngine(Constant())).start()
+    try:
+        assert agent.wait_live()
+        eventually(lambda: known(plane, "gil"))
+        life = agent.incarnation
+        ctypes.PyDLL(None).sleep(5)
+        at_once = known(plane, "gil")
+        assert at_once.liveness == fleet_pb2.LIVENESS_LIVE and at_once.incarnation == life
+        assert agent.incarnation == life
+    finally:
+        agent.stop()
+
+
+def test_without_the_helper_the_same_hold_costs_the_lease(plane: str) -> None:
+    """The planted defect: no heartbeat helper."""
+    agent = InferenceAgent(plane, "g", "nobeat", TorchModuleEngine(Constant()), heartbeat=False).start()
+    try:
+        assert agent.wait_live()
+        ctypes.PyDLL(None).sleep(3)
+        assert known(plane, "nobeat").liveness != fleet_pb2.LIVENESS_LIVE
+    finally:
+        agent.stop()
+
+
+def test_a_stop_between_updates_keeps_the_incarnation(plane: str) -> None:
+    with program("replica", plane, "stopped") as (process, said):
+        eventually(lambda: known(plane, "stopped"))
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4)
+        assert known(plane, "stopped").liveness == fleet_pb2.LIVENESS_LIVE
+        os.kill(process.pid, signal.SIGCONT)
+        assert known(plane, "stopped").incarnation == said["incarnation"]
+
+
+def test_SIGKILL_is_told_by_the_helper_which_leaves(plane: str) -> None:
+    with program("replica", plane, "killed") as (process, said):
+        eventually(lambda: known(plane, "killed").liveness == fleet_pb2.LIVENESS_LIVE)
+        process.kill()
+        eventually(lambda: known(plane, "killed").liveness == fleet_pb2.LIVENESS_LOST, 1.5)
+        eventually(lambda: not alive(said["helper"]), 1.5)
+
+
+def test_SIGTERM_says_goodbye_and_exits_0(plane: str) -> None:
+    with program("replica", plane, "leaving") as (process, said):
+        eventually(lambda: known(plane, "leaving"))
+        process.terminate()
+        assert process.wait(8) == 0
+        assert known(plane, "leaving").admin == fleet_pb2.ADMIN_STATE_LEAVING
+        assert not alive(said["helper"])
+
+
+def test_a_second_process_of_the_same_name_ends_the_first(plane: str) -> None:
+    with program("replica", plane, "twice") as (first, _), program("replica", plane, "twice"):
+        assert first.wait(10) == 1
+
+
+async def test_it_works_inside_a_running_loop_and_leaves_no_thread_or_child(plane: str) -> None:
+    """No loop of ours, no signal handler; subprocesses still start; everything ends with stop."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    agent = InferenceAgent(plane, "g", "embedded", TorchModuleEngine(Constant())).start()
+    ticks = 0
+    while agent.status().session is not SessionStatus.LIVE:
+        await asyncio.sleep(0.02)
+        ticks += 1
+        assert ticks < 500
+    for _ in range(20):
+        child = await asyncio.create_subprocess_exec("true")
+        assert await child.wait() == 0
+    helper = agent._helper
+    assert helper is not None and alive(helper.pid)
+    assert {n: signal.getsignal(n) for n in before} == before
+    await asyncio.to_thread(agent.stop)
+    assert not alive(helper.pid)
+
+
+def test_engines_load_by_module_and_by_name() -> None:
+    assert load_engine("tests.inference_agent.process:demo_engine", {"staged": False}).generator is not None
+    for wrong in ("nowhere:factory", "tests.inference_agent.process:nothing", "no_such_engine", "json:dumps"):
+        with pytest.raises((ValueError, TypeError)):
+            load_engine(wrong)
