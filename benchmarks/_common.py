@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GIB", "MIB", "SAMPLES", "WARM_UPS", "Report", "Result", "machine", "parser", "rounds"]
+__all__ = ["GIB", "MIB", "SAMPLES", "WARM_UPS", "Noise", "Report", "Result", "Rounds", "machine", "parser"]
 
 MIB, GIB = 1 << 20, 1 << 30
 WARM_UPS, SAMPLES = 2, 10
@@ -49,16 +50,70 @@ def _digits(x: float) -> float:
     return float(f"{x:.5g}")
 
 
-def rounds(samples: int, warm_ups: int) -> Iterator[bool]:
-    """Once for each round: whether it counts."""
-    for i in range(warm_ups + samples):
-        yield i >= warm_ups
+class Noise:
+    """CPU that processes other than ours use: what makes a figure on a shared machine worth less."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = [os.getpid(), *pids]
+        self._tick = os.sysconf("SC_CLK_TCK")
+        self._from = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        numbers = [int(x) for x in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+        ticks = sum(numbers) - numbers[3] - numbers[4]  # all but idle and waiting for disks
+        for pid in self._pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks -= int(fields[11]) + int(fields[12])
+        return time.monotonic(), ticks / self._tick
+
+    def cores(self) -> float:
+        """Cores that others kept busy since the last call. Clock ticks: short spans are guesses."""
+        (then, before), self._from = self._from, self._now()
+        return max(0.0, self._from[1] - before) / max(1e-3, self._from[0] - then)
+
+
+class Rounds:
+    """Warm-up rounds, then those that count; of these, rounds that others disturbed are repeated while patience lasts.
+
+    Iterate: each round gives whether it counts; ask ``spoilt`` at its end, and throw its samples away if so. ``noise``
+    holds the cores that others used in each round that was kept. The choice sees the load, never the figures.
+    """
+
+    CALM = 0.15  # cores
+
+    def __init__(self, samples: int, warm_ups: int, pids: Sequence[int], patience: float) -> None:
+        self._left, self._warm_ups = samples, warm_ups
+        self._meter, self._until = Noise(pids), time.monotonic() + patience
+        self.noise: list[float] = []
+
+    def __iter__(self) -> Iterator[bool]:
+        for _ in range(self._warm_ups):
+            yield False
+        while self._left:
+            while time.monotonic() < self._until:
+                self._meter.cores()
+                time.sleep(0.15)
+                if self._meter.cores() <= self.CALM:
+                    break
+            self._meter.cores()
+            yield True
+
+    def spoilt(self) -> bool:
+        """Whether the round that just ended must be repeated."""
+        cores = self._meter.cores()
+        if cores > self.CALM and time.monotonic() < self._until:
+            return True
+        self.noise.append(cores)
+        self._left -= 1
+        return False
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """With the options that every benchmark has."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
+    patience = "for each case: wait this long for calm moments, and repeat rounds that others disturbed"
+    made.add_argument("--patience", type=float, default=0.0, metavar="SECONDS", help=patience)
     made.add_argument("--quick", action="store_true", help="fewer and smaller cases, 3 samples after 1 warm-up")
     return made
 

@@ -3,7 +3,8 @@
 *Wire* is the time from go, at the sender, to complete at the last receiver; channel, plan and arming are excluded. With
 *digests* both sides also hash every byte bucket by bucket, with the agents' own code, and the time runs until the last
 digest is known; every round's digests are compared. A figure is payload per receiver and second. *cpu* is the CPU time
-of the busier of the two processes: where it is far below the wall time, the machine was busy with something else.
+of the busier of the two processes. *others* is what processes that are not ours used meanwhile: with more than a few
+tenths of a core the figures say little; ``--patience`` waits for calm moments.
 
 Limits run in the same rounds, in the same processes, into the same memory:
   memcpy  every receiver copies as many bytes from memory of its own, all at once (1 receiver: one thread's memcpy)
@@ -45,7 +46,7 @@ from weightplane.transports.dtypes import as_bytes, dtype_of
 from weightplane.v1.transport_pb2 import Rendezvous
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from benchmarks._common import GIB, MIB, SAMPLES, WARM_UPS, Report, Result, parser, rounds
+from benchmarks._common import GIB, MIB, SAMPLES, WARM_UPS, Report, Result, Rounds, parser
 
 BUCKET_BYTES = 16 << 20  # the product's default
 TIMEOUT_S = 300.0
@@ -292,6 +293,11 @@ class Process:
             bufsize=1,
         )
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def tell(self, op: str, **args: Any) -> None:
         """Give a command; ``answer`` must follow."""
         assert self._process.stdin is not None
@@ -404,7 +410,8 @@ class Fleet:
         self._all("unload")
 
 
-def measure(fleet: Fleet, transports: Sequence[str], report: Report, samples: int, warm_ups: int) -> None:
+def measure(fleet: Fleet, transports: Sequence[str], report: Report, samples: int, warm_ups: int,
+            patience: float) -> None:  # fmt: skip
     """Every way and every limit once a round, interleaved, so that all see the same noise; medians over the rounds."""
     tiny, n = fleet.name == "tiny", len(fleet.receivers)
     limits: dict[str, Callable[[], Timing]] = (
@@ -416,10 +423,11 @@ def measure(fleet: Fleet, transports: Sequence[str], report: Report, samples: in
             key = f"{transport}{'+digests' if digests else ''}"
             ways[key] = lambda t=transport, d=digests: fleet.wire(t, d)  # type: ignore[misc]
     taken: dict[str, list[Timing]] = {key: [] for key in ways}
-    for counts in rounds(samples, warm_ups):
-        for key, way in ways.items():
-            timing = way()
-            if counts:
+    rounds = Rounds(samples, warm_ups, [p.pid for p in fleet.members], patience)
+    for counts in rounds:
+        timings = {key: way() for key, way in ways.items()}
+        if counts and not rounds.spoilt():
+            for key, timing in timings.items():
                 taken[key].append(timing)
     unit, gib = ("ms", 1.0) if tiny else ("GiB/s", fleet.nbytes / GIB)
     figures = {k: [1e3 * t.wall if tiny else gib / t.wall for t in ts] for k, ts in taken.items()}
@@ -429,8 +437,9 @@ def measure(fleet: Fleet, transports: Sequence[str], report: Report, samples: in
         limit = 0.0 if key in limits else statistics.median(figures[against])
         report.add(Result.of(f"{key}/{label}", unit, figures[key], limit, less_is_better=tiny))
     if n == 1 and not tiny:
-        for key, timings in taken.items():
-            report.add(Result.of(f"{key}/{label}/cpu", "s/GiB", [t.cpu / gib for t in timings]))
+        for key, ts in taken.items():
+            report.add(Result.of(f"{key}/{label}/cpu", "s/GiB", [t.cpu / gib for t in ts]))
+    report.add(Result.of(f"others/{label}", "cores", rounds.noise))
 
 
 def limit_of(transport: str) -> str:
@@ -494,7 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in models:
             for n in receivers:
                 fleet = Fleet(sender, others[:n], name, transports, offers)
-                measure(fleet, transports, report, samples, warm_ups)
+                measure(fleet, transports, report, samples, warm_ups, args.patience)
                 fleet.close()
     finally:
         for p in [sender, *others]:
