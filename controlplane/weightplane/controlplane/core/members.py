@@ -172,7 +172,7 @@ def _lose(tx: Tx, r: Replica, why: str, dead: bool) -> None:
 def beat(tx: Tx, e: Beat) -> None:
     """Renew a lease, of a replica or of a trainer rank."""
     if e.agent_id.startswith("rank/"):
-        rank_beat(tx, int(e.agent_id.removeprefix("rank/")), e.generation, e.process)
+        rank_beat(tx, int(e.agent_id.removeprefix("rank/")), e.generation, e.process, e.progress)
         return
     r = tx.state.replicas.get(e.agent_id)
     if r is None or r.incarnation != e.incarnation:

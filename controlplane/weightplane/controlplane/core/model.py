@@ -272,6 +272,7 @@ class Rank:
     lease_until: float = 0.0
     process: Process = Process.RUNNING
     stopped_since: float = -1.0
+    progress: int = 0
     lost: bool = False
 
 

@@ -200,7 +200,7 @@ def rank_gone(tx: Tx, e: RankGone) -> None:
     tx.quietly(f"a stream of rank {e.rank} ended")
 
 
-def rank_beat(tx: Tx, rank_index: int, generation: int, process: Process) -> None:
+def rank_beat(tx: Tx, rank_index: int, generation: int, process: Process, progress: int) -> None:
     """Renew a rank's lease."""
     t = tx.state.trainer
     if t is None or t.generation != generation or t.closed or rank_index not in t.ranks:
@@ -211,7 +211,8 @@ def rank_beat(tx: Tx, rank_index: int, generation: int, process: Process) -> Non
     if process is Process.STOPPED:
         stopped = rank.stopped_since if rank.stopped_since >= 0 else tx.now
     lease = tx.now + tx.state.config.ttl_s
-    rank = replace(rank, lease_until=lease, process=process, stopped_since=stopped, lost=process is Process.DEAD)
+    lost = process is Process.DEAD
+    rank = replace(rank, lease_until=lease, process=process, stopped_since=stopped, progress=progress, lost=lost)
     tx.put_trainer(replace(t, ranks={**t.ranks, rank_index: rank}))
     tx.quietly(f"heartbeat of rank {rank_index}")
     if process is not Process.RUNNING:

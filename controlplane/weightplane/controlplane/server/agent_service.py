@@ -164,14 +164,13 @@ def _open_replica(group: Group, hello: agent_pb2.Hello) -> Session:
     said = convert.replica_hello(hello, 0)  # refused before anything is superseded
     session = group.open_session(hello.agent_id, "control")
     group.submit(type(said)(session.number, said.replica))
-    log.info(
-        "session %d of %s (%s)",
-        session.number,
-        hello.agent_id,
-        hello.software or "unnamed",
-        extra={"group": group.name},
-    )
+    _log_session(group, hello, session)
     return session
+
+
+def _log_session(group: Group, hello: agent_pb2.Hello, session: Session) -> None:
+    extra = {"group": group.name}
+    log.info("session %d of %s (%s)", session.number, hello.agent_id, hello.software or "unnamed", extra=extra)
 
 
 async def _open_rank(group: Group, hello: agent_pb2.Hello) -> Session:
@@ -181,6 +180,7 @@ async def _open_rank(group: Group, hello: agent_pb2.Hello) -> Session:
         invalid("hello.incarnation", f"{t.incarnation!r}, as InitTransfer said", hello.incarnation)
     group.fence(said.generation)
     session = group.open_session(hello.agent_id, "control")
+    _log_session(group, hello, session)
     try:
         await group.call(lambda call: RankHello(call, session.number, said.generation, said.rank))
     except BaseException:

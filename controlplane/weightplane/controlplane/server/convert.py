@@ -16,6 +16,7 @@ from weightplane.controlplane.core.model import (
     Mode,
     Offer,
     PauseMode,
+    Phase,
     Policy,
     Replica,
     Timings,
@@ -162,6 +163,8 @@ def held(field: str, h: common_pb2.HeldVersion) -> Held:
 def failure(field: str, f: common_pb2.Failure) -> Failure:
     """A failure as a member tells it."""
     reason = REASON.core(f"{field}.reason", f.reason)
+    if f.phase and f.phase not in set(Phase):
+        invalid(f"{field}.phase", f"nothing, or one of {', '.join(Phase)}", f.phase)
     return Failure(reason, f.message, f.member, f.phase, tuple(f.tensors[:5]), f.tensor_count)
 
 
