@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .announce import AnnounceOption, announce
 from .client import DEFAULT_ADDRESS, AddressOption, GroupOption, dial
 from .exits import Exit
+from .launched import AnnounceOption, ExitWithOption, announce, exit_with
 from .output import console, err
 from .serve import LogJsonOption, LogLevelOption, configure_logging
 
@@ -50,9 +50,11 @@ def inference_agent(
     log_level: LogLevelOption = "info",
     log_json: LogJsonOption = False,
     to: AnnounceOption = None,
+    parent: ExitWithOption = 0,
 ) -> None:
     """Make an engine a replica, until SIGTERM or Ctrl-C: it then leaves in good order."""
     configure_logging(log_level, log_json)
+    exit_with(parent)
     from weightplane.inference_agent.agent import InferenceAgent
     from weightplane.inference_agent.generate import GenerateServer
     from weightplane.inference_agent.serve import run_agent

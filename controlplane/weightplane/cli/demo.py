@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,7 @@ def demo(
     except ModuleNotFoundError as error:
         err.print(f"[bold red]error[/] {error.name} is missing: pip install 'weightplane[torch,demo]'")
         raise typer.Exit(Exit.REFUSED) from None
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         summary = run_demo(sync=sync, seed=seed, steps=steps, transport=transport, report=report, quiet=as_json)
     except DemoFailed as error:
@@ -44,6 +46,11 @@ def demo(
         emit_json(summary)
     if not summary["passed"]:
         raise typer.Exit(Exit.FAILED)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """SIGTERM ends the demo as Ctrl-C does: in order."""
+    raise KeyboardInterrupt
 
 
 def register(app: typer.Typer) -> None:

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from .announce import AnnounceOption, announce
 from .client import DEFAULT_ADDRESS
 from .exits import Exit
+from .launched import AnnounceOption, ExitWithOption, announce, exit_with
 from .output import console, err
 
 __all__ = ["configure_logging", "register"]
@@ -58,6 +58,7 @@ def controlplane(
     log_level: LogLevelOption = "info",
     log_json: LogJsonOption = False,
     to: AnnounceOption = None,
+    parent: ExitWithOption = 0,
 ) -> None:
     """Run the control plane until SIGTERM or Ctrl-C. Agents reconnect after a restart; decided updates complete."""
     configure_logging(log_level, log_json)
@@ -91,6 +92,7 @@ def controlplane(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, over.set)
+        exit_with(parent)
         announce(to, address=running.address, store=store)
         console.print(f"control plane listens on {running.address}, store {store}; stop it with Ctrl-C")
         await over.wait()

@@ -56,13 +56,17 @@ class Processes:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with (self.path / f"{name}.log").open("wb") as log:
             self._running[name] = subprocess.Popen(
-                [sys.executable, "-m", "weightplane.cli", *args, "--announce", str(self.path / f"{name}.json")],
+                [sys.executable, "-m", "weightplane.cli", *args, *self._launched(name)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=env,
                 start_new_session=True,  # Ctrl-C reaches this process alone, and it ends the others in order
             )
+
+    def _launched(self, name: str) -> list[str]:
+        """Options of a child: say when it is ready, and never outlive this process."""
+        return ["--announce", str(self.path / f"{name}.json"), "--exit-with", str(os.getpid())]
 
     def _announced(self, name: str, timeout: float = 60.0) -> dict[str, Any]:
         """What the process said about itself once it was ready."""
