@@ -24,9 +24,9 @@ from weightplane.inference_agent.engines.base import RequestAborted
 from weightplane.inference_agent.engines.conformance import values_for
 from weightplane.inference_agent.engines.sharding import cut, shard_module
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+from weightplane.inference_agent.receipts import Sink
 from weightplane.inference_agent.session import SessionStatus
 from weightplane.transports.base import TransportError
-from weightplane.transports.buckets import SinkSpans
 from weightplane.transports.dtypes import as_bytes
 from weightplane.v1 import weight_transfer_pb2 as wt
 
@@ -295,7 +295,7 @@ def test_a_loader_that_writes_half_of_one_tensor(
     """In place, so that the loader is the sink: the last tensor's second half never reaches live memory."""
     pair = Pair(stack, plane, staged=False)
     pair.publish(1)
-    complete = SinkSpans.complete
+    complete = Sink.complete
 
     def half(self: Any, bucket: Any) -> None:
         complete(self, bucket)
@@ -303,7 +303,7 @@ def test_a_loader_that_writes_half_of_one_tensor(
             with torch.no_grad():
                 pair.module.layers[7][2048:] = 1.0
 
-    monkeypatch.setattr(SinkSpans, "complete", half)
+    monkeypatch.setattr(Sink, "complete", half)
     said = outcome_of(pair, 2, mode=Mode.IN_PLACE)
     assert "'layers.7'" in said, said
     eventually(lambda: pair.engine.mixed())

@@ -103,9 +103,9 @@ def test_stopped_and_dead_parents_are_told_and_never_outlived(control_plane: Ser
         parent.kill()
         killed = time.monotonic()
         parent.wait()
-    eventually(lambda: replica(control_plane).liveness is Liveness.LOST, 1.5, "the death is told")
-    eventually(lambda: not os.path.exists(f"/proc/{helper}"), 1.5, "the helper leaves")
-    assert time.monotonic() - killed < 1.5
+    eventually(lambda: replica(control_plane).liveness is Liveness.LOST, 2.5, "the death is told")
+    eventually(lambda: not os.path.exists(f"/proc/{helper}"), 2.5, "the helper leaves")
+    assert time.monotonic() - killed < 3, "about one second on a quiet machine"
 
 
 def test_it_comes_back_after_a_restart_of_the_coordinator() -> None:

@@ -90,8 +90,8 @@ def test_SIGKILL_is_told_by_the_helper_which_leaves(plane: str) -> None:
     with program("replica", plane, "killed") as (process, said):
         eventually(lambda: known(plane, "killed").liveness == fleet_pb2.LIVENESS_LIVE)
         process.kill()
-        eventually(lambda: known(plane, "killed").liveness == fleet_pb2.LIVENESS_LOST, 1.5)
-        eventually(lambda: not alive(said["helper"]), 1.5)
+        eventually(lambda: known(plane, "killed").liveness == fleet_pb2.LIVENESS_LOST, 2.5)
+        eventually(lambda: not alive(said["helper"]), 2.5)
 
 
 def test_SIGTERM_says_goodbye_and_exits_0(plane: str) -> None:

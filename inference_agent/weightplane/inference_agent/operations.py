@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightplane.controlplane import failpoints
@@ -19,12 +19,11 @@ from weightplane.controlplane.core.model import Evidence, Timings, Verify
 from weightplane.controlplane.core.plan import Plan
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.transports.base import Transport
-from weightplane.transports.buckets import SinkSpans
 
 from .caches import Newest
 from .engines.base import Description, Engine, EngineUpdate
 from .faults import Refusal, failure_of
-from .receipts import Ledger, WorkerPlan, receipt_pages
+from .receipts import Ledger, Sink, WorkerPlan, receipt_pages
 from .rpc import Abandoned, AgentCalls
 from .threads import WorkThread, detached
 from .transfer import Channels, Transfer, Worker
@@ -61,7 +60,7 @@ class Operations:
         self._epoch = 0
         self._manifests, self._plans = Newest(_KEPT), Newest(_KEPT)
         self._described, self._shares = Newest(_KEPT), Newest(2 * _KEPT)
-        self._placed = Newest(_PLACED)
+        self._live, self._placed = Newest(_KEPT), Newest(_PLACED)
         self._paused_at: dict[str, float] = {}
         self._steps = 0
         self._closed = False
@@ -253,8 +252,8 @@ class Operations:
         for w, member in enumerate(self.members):
             key = (plan.id, member, t.want.mode, t.layout)
             if key not in self._shares:
-                made = SinkSpans(plan, manifest, member, self._engine.targets(w))
-                self._shares.keep(key, (WorkerPlan(plan, manifest, member), made))
+                fresh = WorkerPlan(plan, manifest, member)
+                self._shares.keep(key, (fresh, Sink(fresh, self._engine.targets(w))))
             share, sink = self._shares[key]
             opened = self._data[w].submit(lambda m=member: self._channels.get(channel, m)).result()  # type: ignore[misc]
             ledger = Ledger(share, t.update_id, t.want.verify, as_they_come=not t.in_place)
@@ -280,7 +279,7 @@ class Operations:
         self._engine.prepare(t.update_id)
         evidence = Evidence.RECEIVED
         if t.in_place and t.want.verify is not Verify.OFF:
-            self._read_back(t.workers)
+            self._read_back(t)
             evidence = self._engine.evidence
         t.verify_s = time.monotonic() - start
         for w in t.workers:
@@ -302,10 +301,14 @@ class Operations:
         if message:
             raise Refusal(Failure(Reason.INCOMPLETE, message, self._replica_id, "", tuple(names[:5]), len(names)))
 
-    def _read_back(self, workers: Sequence[Worker]) -> None:
-        live = [self._engine.live(i) for i in range(len(workers))]
-        for f in [w.thread.submit(lambda w=w, x=x: w.ledger.read_back(x)) for w, x in zip(workers, live, strict=True)]:  # type: ignore[misc]
-            f.result()
+    def _read_back(self, t: Transfer) -> None:
+        """LIVE evidence: hash what the workers hold now. Where that lies is found once per plan and layout."""
+        for i, w in enumerate(t.workers):
+            key = (w.ledger.share.plan.id, w.member, t.layout)
+            if key not in self._live:
+                share, live = w.ledger.share, self._engine.live(i)
+                self._live.keep(key, {region: share.memory(region, live) for region in share.regions})
+            w.ledger.read_back(self._live[key])
 
     def _apply(self, t: Transfer) -> None:
         failpoints.hit("replica.apply.before")
@@ -315,7 +318,7 @@ class Operations:
             self._engine.apply(t.update_id)
             if t.want.verify is not Verify.OFF:
                 reading = time.monotonic()
-                self._read_back(t.workers)
+                self._read_back(t)
                 read_s = time.monotonic() - reading
         self._engine.commit(t.update_id)
         failpoints.hit("replica.apply.after")

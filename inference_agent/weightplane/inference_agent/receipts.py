@@ -5,8 +5,10 @@ One ``Ledger`` per worker and update, used by one thread at a time.
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,15 +19,22 @@ from weightplane.controlplane.core.model import Evidence, Verify
 from weightplane.controlplane.core.placement import Box
 from weightplane.controlplane.core.plan import Bucket, Plan
 from weightplane.controlplane.core.verify import sampled_regions
-from weightplane.transports.digest import Digest, digest_spans, digest_tensor
+from weightplane.transports.buckets import SinkSpans
+from weightplane.transports.digest import Digest, digest_bytes, digest_spans, digest_tensor, memory_of
+from weightplane.transports.dtypes import flat_bytes, is_row_major
 from weightplane.v1 import update_pb2
 
 from . import codec
 from .engines.base import EngineError, LocalTensors
 
-__all__ = ["Ledger", "WorkerPlan", "receipt_pages"]
+__all__ = ["Ledger", "Memory", "Sink", "WorkerPlan", "receipt_pages"]
 
 _PAGE_DIGESTS = 100_000
+_THREADS = 4
+_WORTH_THREADS = 32 << 20
+
+#: A region's bytes: a tensor (which keeps them alive), and its memory if it is one piece of host memory.
+Memory = tuple[torch.Tensor, memoryview | None]
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,10 @@ class WorkerPlan:
             if local is not None and local[1] == r.piece_box:
                 yield _cut(local[0], r.piece_box, r.box)
 
+    def memory(self, region: int, tensors: LocalTensors) -> list[Memory]:
+        """The bytes of every view that holds the region: where they lie in one piece of host memory, as they lie."""
+        return [_memory(home) for home in self.homes(region, tensors)]
+
     def hashed(self, update_id: str, verify: Verify) -> frozenset[int]:
         """The regions whose digests count at this level."""
         if verify is Verify.OFF:
@@ -81,6 +94,51 @@ def _cut(tensor: torch.Tensor, have: Box, want: Box) -> torch.Tensor:
     return tensor
 
 
+def _memory(home: torch.Tensor) -> Memory:
+    if home.device.type != "cpu" or not is_row_major(home):
+        return home, None
+    flat = flat_bytes(home.detach())
+    return flat, memory_of(flat)
+
+
+def _digest(m: Memory, name: str) -> int:
+    return digest_bytes(m[1]) if m[1] is not None else digest_tensor(m[0], name)
+
+
+class Sink:
+    """Where one worker's bytes go. What a bucket's spans are is found once and replayed while the targets stay.
+
+    A bucket all of whose spans are the targets' own memory needs no scattering and is handed out again as it is;
+    any other goes through ``SinkSpans`` each time. One thread; every ``spans`` is followed by its ``complete``.
+    """
+
+    def __init__(self, share: WorkerPlan, targets: LocalTensors) -> None:
+        self._share, self._targets = share, targets
+        self._sink = SinkSpans(share.plan, share.manifest, share.member, targets)
+        self._direct: dict[int, tuple[list[torch.Tensor], list[memoryview | None]] | None] = {}
+
+    def spans(self, bucket: Bucket) -> tuple[list[torch.Tensor], Sequence[memoryview | None]]:
+        """The bucket's spans, and their memory where it is host memory that stays."""
+        known = self._direct.get(bucket.index)
+        if known is not None:
+            return known
+        spans = self._sink.spans(bucket)
+        if bucket.index not in self._direct:
+            direct = all(self._is_direct(r) for r in {s.region for s in bucket.segments})
+            on_host = [memory_of(s, writable=True) if s.device.type == "cpu" else None for s in spans] if direct else []
+            self._direct[bucket.index] = (spans, on_host) if direct else None
+        return spans, [None] * len(spans)
+
+    def complete(self, bucket: Bucket) -> None:
+        """The spans are filled: scatter what is not direct."""
+        if self._direct.get(bucket.index) is None:
+            self._sink.complete(bucket)
+
+    def _is_direct(self, region: int) -> bool:
+        homes = list(self._share.homes(region, self._targets))
+        return is_row_major(homes[0]) and len({(h.data_ptr(), h.stride()) for h in homes}) == 1
+
+
 class Ledger:
     """What one worker got of one update: bytes per region, and their digests as they came (``as_they_come``)."""
 
@@ -93,9 +151,9 @@ class Ledger:
         self._open: dict[int, Digest] = {}
         self.digests: dict[int, int] = {}
 
-    def feed(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
+    def feed(self, bucket: Bucket, spans: Sequence[torch.Tensor], memory: Sequence[memoryview | None]) -> None:
         """A bucket is in place: count it and hash what lies in its spans. Buckets come once, in plan order."""
-        for segment, span in zip(bucket.segments, spans, strict=True):
+        for segment, span, view in zip(bucket.segments, spans, memory, strict=True):
             i, region = segment.region, self.share.plan.regions[segment.region]
             before = self._landed.get(i, 0)
             if before != segment.offset:
@@ -108,10 +166,10 @@ class Ledger:
             if not self._hash or i not in self._wanted:
                 continue
             if segment.nbytes == region.nbytes:
-                self.digests[i] = digest_spans([span])
+                self.digests[i] = digest_bytes(view) if view is not None else digest_spans([span])
                 continue
             digest = self._open.setdefault(i, Digest())
-            digest.update(span)
+            digest.update(span if view is None else view)
             if digest.nbytes == region.nbytes:
                 self.digests[i] = self._open.pop(i).value
 
@@ -132,25 +190,47 @@ class Ledger:
         short = (i for i in self.share.regions if self._landed.get(i, 0) != regions[i].nbytes)
         return list(dict.fromkeys(self.share.name(i) for i in short))
 
-    def read_back(self, live: LocalTensors) -> None:
+    def read_back(self, live: Mapping[int, Sequence[Memory]]) -> None:
         """Take the digests from live memory, under every name; raise ``EngineError`` naming what differs.
 
         Where digests were taken as the bytes came, live memory must have the same; else the live ones are the record,
-        and two homes of one region must agree.
+        and two homes of one region must agree. ``live``: the memory of each region; hashed by a few threads at once.
         """
-        wrong: list[str] = []
-        for i in self.share.regions:
-            if i not in self._wanted:
-                continue
-            found = [digest_tensor(home, self.share.name(i)) for home in self.share.homes(i, live)]
-            if not found or any(d != self.digests.setdefault(i, found[0]) for d in found):
-                wrong.append(self.share.name(i))
+        wanted = [i for i in self.share.regions if i in self._wanted]
+        found: dict[int, list[int]] = {}
+
+        def hash_some(some: Sequence[int]) -> None:
+            for i in some:
+                found[i] = [_digest(m, self.share.name(i)) for m in live[i]]
+
+        threads = min(_THREADS, os.cpu_count() or 1)
+        if threads > 1 and sum(self.share.plan.regions[i].nbytes for i in wanted) > _WORTH_THREADS:
+            with ThreadPoolExecutor(threads, "weightplane-readback") as pool:
+                list(pool.map(hash_some, self._evenly(wanted, threads)))
+        else:
+            hash_some(wanted)
+        wrong = [
+            self.share.name(i)
+            for i in wanted
+            if not found[i] or any(d != self.digests.setdefault(i, found[i][0]) for d in found[i])
+        ]
         if wrong:
             names = list(dict.fromkeys(wrong))
             raise EngineError(
                 f"live memory is not what was received, in {len(names)} tensor(s): {', '.join(map(repr, names[:5]))}",
                 names,
             )
+
+    def _evenly(self, regions: Sequence[int], parts: int) -> list[list[int]]:
+        """Largest first, each to the part that has least."""
+        plan = self.share.plan.regions
+        out: list[list[int]] = [[] for _ in range(parts)]
+        load = [0] * parts
+        for i in sorted(regions, key=lambda i: -plan[i].nbytes):
+            least = load.index(min(load))
+            out[least].append(i)
+            load[least] += plan[i].nbytes
+        return out
 
     def packed(self) -> array[int]:
         """The digests in receipt order; 0 where nothing was asked. Empty when the level is OFF."""

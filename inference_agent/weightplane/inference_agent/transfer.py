@@ -18,11 +18,10 @@ from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import Channel, Mode
 from weightplane.controlplane.core.plan import Bucket
 from weightplane.transports.base import ArmToken, ChannelSpec, ReceiveChannel, Transport, TransportError
-from weightplane.transports.buckets import SinkSpans
 from weightplane.v1.transport_pb2 import Rendezvous
 
 from .engines.base import Engine
-from .receipts import Ledger, WorkerPlan
+from .receipts import Ledger, Sink, WorkerPlan
 from .threads import WorkThread
 
 __all__ = ["Channels", "Transfer", "Worker", "channel_spec", "wanted_buckets"]
@@ -54,7 +53,7 @@ class Worker:
     member: str
     thread: WorkThread
     channel: ReceiveChannel
-    sink: SinkSpans
+    sink: Sink
     ledger: Ledger
     base: int
     armed_buckets: list[Bucket] = field(default_factory=list)
@@ -190,12 +189,12 @@ class Transfer:
         def one(w: Worker) -> None:
             for bucket in w.armed_buckets:
                 failpoints.hit("replica.receive.before")
-                spans = w.sink.spans(bucket)
+                spans, memory = w.sink.spans(bucket)
                 w.channel.receive(bucket, spans)
                 if self.in_place:
                     self._wrote = True
                 w.sink.complete(bucket)
-                w.ledger.feed(bucket, spans)
+                w.ledger.feed(bucket, spans, memory)
                 progress()
                 failpoints.hit("replica.receive.inside")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from weightplane.transports.dtypes import check_movable, int_view
 
-__all__ = ["LiveTensor", "bump_version", "collect", "copy_bits"]
+__all__ = ["LiveTensor", "bump_version", "collect", "copy_bits", "signature"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,11 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _key(t: torch.Tensor) -> tuple[object, ...]:
     where: object = t.data_ptr() if t.numel() else id(t)
     return (t.device, where, tuple(t.shape), t.stride(), t.dtype)
+
+
+def signature(module: nn.Module) -> list[tuple[object, ...]]:
+    """What changes when a live tensor moved, came, went, or changed shape, strides or dtype. Cheap."""
+    return [(name, id(t), t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in _named(module)]
 
 
 def collect(module: nn.Module) -> list[LiveTensor]:

@@ -20,13 +20,15 @@ from weightplane.transports.digest import digest_tensor
 from .arena import Arena, StagingRefused
 from .base import Description, EngineError, EngineUpdate, GatedEngine, LocalTensors, VersionTag, WorkerDevice
 from .fit import fit
-from .live import LiveTensor, bump_version, collect, copy_bits
+from .live import LiveTensor, bump_version, collect, copy_bits, signature
 from .sharding import BoxOf
 
 __all__ = ["PostUpdateHook", "TorchModuleEngine"]
 
 #: Called with each worker's module after its live tensors were written, generation paused: refresh derived copies.
 PostUpdateHook = Callable[[nn.Module], None]
+#: Per worker: the live tensors that an update brings, each with its staging slot (in place: None).
+_Taken = list[list[tuple[LiveTensor, torch.Tensor | None]]]
 
 
 class TorchModuleEngine(GatedEngine):
@@ -69,9 +71,11 @@ class TorchModuleEngine(GatedEngine):
         self._held = NONE_HELD
         self._update: EngineUpdate | None = None
         self._targets: list[LocalTensors] = []
-        self._taken: list[list[tuple[LiveTensor, torch.Tensor | None]]] = []
+        self._current: list[LocalTensors] = []
+        self._taken: _Taken = []
         self._layout = 0
-        self._seen: tuple[object, ...] = ()
+        self._seen: list[list[tuple[object, ...]]] = []
+        self._maps: dict[tuple[str, Mode], tuple[list[LocalTensors], list[LocalTensors], _Taken]] = {}
         self._live: list[list[LiveTensor]] = []
         self._arenas: list[Arena] = []
         self._refusal = "" if staged else "staging was turned off for this engine"
@@ -131,13 +135,12 @@ class TorchModuleEngine(GatedEngine):
 
     def layout(self) -> int:
         """See ``Engine``. Reserves staging anew when it changed. ``TypeError`` names a tensor that cannot travel."""
-        live = [collect(m) for m in self.modules]
-        seen = tuple(
-            (t.names, t.dtype, t.tensor.data_ptr(), tuple(t.tensor.shape), t.tensor.stride()) for w in live for t in w
-        )
-        if seen != self._seen or not self._layout:
-            self._seen, self._live = seen, live
+        seen = [signature(m) for m in self.modules]
+        if seen != self._seen:
+            self._live = [collect(m) for m in self.modules]
+            self._seen = seen
             self._layout += 1
+            self._maps.clear()
             self._reserve()
         return self._layout
 
@@ -166,37 +169,45 @@ class TorchModuleEngine(GatedEngine):
             raise EngineError(f"mode {update.mode} is not possible: {self._refusal}")
         if update.cache not in self._policies:
             raise EngineError(f"cache policy {update.cache}: this engine has {', '.join(self._policies)}")
-        staged = update.mode is Mode.STAGED
-        self._targets, self._taken = [], []
+        key = (update.manifest.id, update.mode)
+        if key not in self._maps:
+            self._maps.clear()
+            self._maps[key] = self._map(update.manifest, update.mode is Mode.STAGED)
+        self._targets, self._current, self._taken = self._maps[key]
+        self._update = update
+
+    def _map(self, manifest: Manifest, staged: bool) -> tuple[list[LocalTensors], list[LocalTensors], _Taken]:
+        """(targets, live tensors, what is taken) per worker, for a manifest that fits."""
+        all_targets: list[LocalTensors] = []
+        all_live: list[LocalTensors] = []
+        all_taken: _Taken = []
         for w, worker in enumerate(self._live):
             targets: dict[int, tuple[torch.Tensor, Box]] = {}
+            current: dict[int, tuple[torch.Tensor, Box]] = {}
             taken: list[tuple[LiveTensor, torch.Tensor | None]] = []
             for i, live in enumerate(worker):
                 slot = self._arenas[w].staged[i] if staged else None
-                indices = [k for n in live.names if (k := update.manifest.index.get(n)) is not None]
+                indices = [k for n in live.names if (k := manifest.index.get(n)) is not None]
                 for index in indices:
-                    box = self._boxes(update.manifest.tensors[index], w)
+                    box = self._boxes(manifest.tensors[index], w)
+                    current[index] = (live.tensor, box)
                     targets[index] = (live.tensor if slot is None else slot, box)
                 if indices:
                     taken.append((live, slot))
-            self._targets.append(targets)
-            self._taken.append(taken)
-        self._update = update
+            all_targets.append(targets)
+            all_live.append(current)
+            all_taken.append(taken)
+        return all_targets, all_live, all_taken
 
     def targets(self, worker: int) -> LocalTensors:
         """See ``Engine``."""
+        self._open()
         return self._targets[worker]
 
     def live(self, worker: int) -> LocalTensors:
         """See ``Engine``."""
-        u = self._open()
-        out: dict[int, tuple[torch.Tensor, Box]] = {}
-        for live, _ in self._taken[worker]:
-            for name in live.names:
-                index = u.manifest.index.get(name)
-                if index is not None:
-                    out[index] = (live.tensor, self._boxes(u.manifest.tensors[index], worker))
-        return out
+        self._open()
+        return self._current[worker]
 
     def _open(self, update_id: str = "") -> EngineUpdate:
         u = self._update
@@ -285,4 +296,4 @@ class TorchModuleEngine(GatedEngine):
 
     def _forget(self) -> None:
         self._update = None
-        self._targets, self._taken = [], []
+        self._targets, self._current, self._taken = [], [], []
