@@ -70,7 +70,10 @@ class Attempt:
         """
         watchdog: threading.Timer | None = None
         try:
-            self._start(deadline)
+            try:
+                self._start(deadline)
+            except RpcRefused as e:
+                raise self._disagreement(e) or e from None
             watchdog = self._watchdog()
             assert self.transfer is not None
             self.transfer.run()
@@ -101,6 +104,16 @@ class Attempt:
         """An open update of this very trainer that this rank never asked for."""
         mine = update.generation == self.rank.generation
         return mine and is_undecided(update) and update.request_id not in self.rank.request_ids
+
+    def _disagreement(self, error: RpcRefused) -> RanksDisagree | None:
+        """The same request_id with other content: another rank calls publish with another step, manifest or options."""
+        if error.failure.reason is not Reason.REQUEST_ID_REUSED or self.rank.world_size == 1:
+            return None
+        update = self._ask(time.monotonic() + 1.0)
+        mine = f"step {self.step}, manifest {self.manifest.id}"
+        there = f"step {update.trainer_step}, manifest {update.manifest_id}" if update is not None else "something else"
+        text = f"{self.rank.member} publishes {mine}, another rank {there}, or with other options"
+        return RanksDisagree(f"{text}: all ranks must make the same calls of publish")
 
     # --- phases ---
 

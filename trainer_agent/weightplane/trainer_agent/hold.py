@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.placement import Piece
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.host import host_id
@@ -72,7 +73,7 @@ class Hold:
         self._over: Failure | None = None
         self._current: Stop | None = None
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, tuple[Piece, ...]] = OrderedDict()  # manifests told of, and our placement
         self._device_kind = "cpu"
 
     @property
@@ -186,18 +187,20 @@ class Hold:
 
     def announce(self, manifest: Manifest, source: Source, deadline: float, stop: Stop) -> None:
         """See that the coordinator knows the manifest and what this rank holds of it."""
-        if manifest.id in self._known:
+        rank = self.settings.rank
+        placement = source.placement(rank)
+        placed = self._known.get(manifest.id)
+        if placed == placement.pieces:
             self._known.move_to_end(manifest.id)
             return
-        rank = self.settings.rank
-        for page in manifest_pages(manifest, self.group, self.generation):
-            answer: wt.PutManifestResponse = self.client.call("PutManifest", page, deadline, stop)
-            if answer.complete:
-                break
-        placement = source.placement(rank)
+        if placed is None:
+            for page in manifest_pages(manifest, self.group, self.generation):
+                answer: wt.PutManifestResponse = self.client.call("PutManifest", page, deadline, stop)
+                if answer.complete:
+                    break
         for part in placement_pages(placement, manifest, self.group, self.generation, rank):
             self.client.call("PutPlacement", part, deadline, stop)
-        self._known[manifest.id] = None
+        self._known[manifest.id] = placement.pieces
         while len(self._known) > _KNOWN:
             self._known.popitem(last=False)
 

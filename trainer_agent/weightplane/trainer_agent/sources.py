@@ -94,6 +94,7 @@ class NamedTensors(Source):
         self._fixed = manifest
         self._manifest: Manifest | None = None
         self._tensors: list[torch.Tensor | None] = []
+        self._full: tuple[str, int, Placement] | None = None  # the last full placement: equal ones need not be made
 
     @abstractmethod
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,7 +116,9 @@ class NamedTensors(Source):
         """See ``Source``: every entry whole; with a fixed manifest, those held here."""
         manifest = self._known()
         if self._fixed is None:
-            return full_placement(member_name(rank), manifest)
+            if self._full is None or self._full[:2] != (manifest.id, rank):
+                self._full = (manifest.id, rank, full_placement(member_name(rank), manifest))
+            return self._full[2]
         return held_whole(member_name(rank), manifest, self._tensors)
 
     def tensor(self, index: int) -> Local:

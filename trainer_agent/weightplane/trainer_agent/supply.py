@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from weightplane.controlplane.core.plan import Bucket, Plan
 
+from .naming import SourceError
 from .sources import Local, Source
 from .stop import Stop
 
@@ -101,6 +102,7 @@ class GatherSupply(Supply):
         self._reached = -1  # the highest root offered
         self._wants: dict[int, int] = {}  # lanes that wait: the highest root they need
         self._sending = {lane for lane, (_, buckets) in enumerate(work) if buckets}
+        self._exhausted = False
 
     # --- the iterating thread ---
 
@@ -111,6 +113,11 @@ class GatherSupply(Supply):
             if any(uses.get(index) for uses in self._uses):
                 self._window[index] = local
                 self._bytes += local[0].nbytes
+        self._stop.poke()
+
+    def exhaust(self) -> None:
+        """The iterator is at its end: who still waits for a tensor is told that it will not come."""
+        self._exhausted = True
         self._stop.poke()
 
     def wait_wanted(self, deadline: float) -> bool:
@@ -130,9 +137,12 @@ class GatherSupply(Supply):
         with self._lock:
             self._wants[lane] = max(wanted)
         self._stop.poke()
-        self._stop.wait(lambda: all(i in self._window for i in wanted), _FOREVER)
+        self._stop.wait(lambda: self._exhausted or all(i in self._window for i in wanted), _FOREVER)
         with self._lock:
             del self._wants[lane]
+            missing = sorted(wanted - self._window.keys())
+            if missing:
+                raise SourceError(f"the plan has this rank send manifest entries {missing[:5]}, which it was not given")
             return {i: self._window[i] for i in wanted}
 
     def done(self, lane: int, bucket: Bucket) -> None:

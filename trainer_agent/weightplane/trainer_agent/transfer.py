@@ -185,6 +185,7 @@ class Transfer:
             except UpdateEnded:
                 if self._leaves():
                     raise
+        window.exhaust()
         self._stop.check()
 
     def _leaves(self) -> bool:
