@@ -159,7 +159,9 @@ def step_down(tx: Tx, message: str) -> None:
         tx.put_trainer(replace(t, waiters=()))
     for w in (*(w for w, _ in tx.state.queue), *tx.state.waiters, *(t.waiters if t is not None else ())):
         tx.reply(w.call_id, failure)
-    tx.set(stepped_down=True, queue=(), waiters=())
+    for call_id in tx.state.acks.values():
+        tx.reply(call_id, failure)
+    tx.set(stepped_down=True, queue=(), waiters=(), acks={})
     tx.effects.append(StepDown(message))
     tx.say(f"stepping down: {message}")
 

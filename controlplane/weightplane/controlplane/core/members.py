@@ -109,6 +109,7 @@ def hello(tx: Tx, e: ReplicaHello) -> None:
             reported=False,
             admin=old.admin if old is not None and old.admin is not Admin.LEAVING else Admin.ACTIVE,
             pauses_wanted=old.pauses_wanted if old is not None else {},
+            resumed=old.resumed if old is not None else frozenset(),
             failure=old.failure if old is not None else None,
             failures_in_a_row=old.failures_in_a_row if old is not None else 0,
         )
@@ -242,6 +243,9 @@ def report(tx: Tx, e: Report) -> None:
         tx.quietly(f"older report of {e.replica_id}")
         return
     if e.epoch not in (0, s.epoch):
+        if not r.reported and e.epoch < s.epoch:
+            tx.put_replica(_adopt_pauses(r, e))
+            tx.push([r.replica_id])  # only so does it learn our epoch, and reports under it
         tx.quietly(f"report of {e.replica_id} under epoch {e.epoch}, we are {s.epoch}")
         return
     was = (r.weights, r.held, r.admin, r.pause_holders)
@@ -265,9 +269,8 @@ def report(tx: Tx, e: Report) -> None:
         and not (mine and u is not None and e.update_id == u.update_id)
     )
     first = not r.reported
-    if first:  # we restarted, perhaps: a pause is its holder's to remove, and the replica remembers it
-        kept = {h: PauseMode.KEEP for h in e.pause_holders if h in ("operator", "trainer")}
-        r = replace(r, pauses_wanted={**kept, **r.pauses_wanted})
+    if first:
+        r = replace(_adopt_pauses(r, e), resumed=frozenset())
     r = replace(
         r,
         report_seq=e.sequence,
@@ -294,12 +297,14 @@ def report(tx: Tx, e: Report) -> None:
     else:
         tx.quietly(f"report of {r.replica_id}")
     if mine and u is not None:
-        # A replica that was DIRTY when it joined stays so until it has applied: that is what the update heals. After the
-        # decision the stage alone tells how the apply went.
-        fresh = was[0] is not Weights.DIRTY and u.phase is not Phase.COMMITTED
-        soiled = mixed and (fresh or e.stage is Stage.APPLIED)
-        progress.part_report(tx, u, r.replica_id, e, soiled, held)
+        progress.part_report(tx, u, r.replica_id, e, mixed, held)
     _late_flip(tx, r, mixed)
+
+
+def _adopt_pauses(r: Replica, e: Report) -> Replica:
+    """We may have restarted: a pause is its holder's to remove, and the replica remembers it."""
+    kept = {h: PauseMode.KEEP for h in e.pause_holders if h in ("operator", "trainer") and h not in r.resumed}
+    return replace(r, pauses_wanted={**kept, **r.pauses_wanted})
 
 
 def _settled(tx: Tx, r: Replica, e: Report, held: Held, mixed: bool) -> bool:
@@ -332,10 +337,10 @@ def _late_flip(tx: Tx, r: Replica, mixed: bool) -> None:
 
 def derive_weights(state: GroupState, r: Replica, mixed: bool) -> Weights:
     """A replica's weights state, from what its workers hold and what it takes part in."""
-    if mixed:
-        return Weights.DIRTY
     if r.pending:
         return Weights.PENDING
+    if mixed:
+        return Weights.DIRTY
     u = state.open
     part = u.parts.get(r.replica_id) if u is not None else None
     if u is not None and part is not None and part.incarnation == r.incarnation and not part.excluded and _undecided(u):

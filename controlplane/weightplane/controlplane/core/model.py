@@ -222,7 +222,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica as known: who it is, its three states, and what it last reported."""
+    """One replica as known: who it is, its three states, and what it last reported. ``resumed``: pause holders that let
+    go before its first report to us, which must not bring their pauses back."""
 
     replica_id: str
     incarnation: str = ""
@@ -251,6 +252,7 @@ class Replica:
     asked: str = ""
     pause_holders: tuple[str, ...] = ()
     pauses_wanted: Mapping[str, PauseMode] = field(default_factory=dict)
+    resumed: frozenset[str] = frozenset()
     placements: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     updates_since_start: int = 0
     running_requests: int = 0

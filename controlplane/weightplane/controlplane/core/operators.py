@@ -41,7 +41,8 @@ def set_pause(tx: Tx, e: SetPause) -> None:
         wanted = {h: m for h, m in r.pauses_wanted.items() if h != e.holder}
         if e.on:
             wanted[e.holder] = e.mode
-        tx.put_replica(replace(r, pauses_wanted=wanted))
+        resumed = r.resumed - {e.holder} if e.on or r.reported else r.resumed | {e.holder}
+        tx.put_replica(replace(r, pauses_wanted=wanted, resumed=resumed))
     tx.push(ids)
     tx.push_trainers()
     what = "pause" if e.on else "resume"

@@ -52,8 +52,10 @@ def gate_open(u: Update) -> bool:
 
 
 def _still_dirty(tx: Tx, u: Update, e: Report) -> bool:
-    """Whether a mix is the old one that this update heals, and no failure of the update."""
-    return e.replica_id in tx.state.healing and not (e.update_id == u.update_id and e.stage >= Stage.APPLIED)
+    """Whether a mix is one that applying this update heals, and no failure of the update: the replica was DIRTY when it
+    joined, or the update is decided."""
+    before = e.update_id != u.update_id or e.stage < Stage.APPLIED
+    return before and (u.phase is Phase.COMMITTED or e.replica_id in tx.state.healing)
 
 
 def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held: Held) -> None:
@@ -61,10 +63,7 @@ def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held
     part = u.parts[replica_id]
     mixed = mixed and not _still_dirty(tx, u, e)
     if e.update_id != u.update_id:
-        if u.phase is Phase.ABORTING and part.stage is Stage.NONE and not u.calls:
-            u = tx.put_part(u, replace(part, quiesced=True))
-            ending.maybe_aborted(tx, u)
-        return
+        return  # said before it heard of the update; it will say that it dropped it, also if it never joined
     stage = max(part.stage, e.stage)
     new = replace(
         part,

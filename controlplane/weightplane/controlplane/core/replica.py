@@ -190,8 +190,10 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Remove ``holder``'s pause, also one still on its way: after ``Resumed`` no earlier ``Paused`` of that holder comes.
-    Generation runs once no holder is left. Ends as Resumed."""
+    """Remove ``holder``'s pause, also one still on its way: after ``Resumed`` no earlier ``Paused`` of it comes.
+
+    Generation runs once no holder is left. Ends as Resumed.
+    """
 
     holder: str
 
