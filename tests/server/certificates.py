@@ -27,7 +27,7 @@ def certificate(folder: Path, file: str, common_name: str) -> tuple[Path, Path]:
     """A certificate and key signed by the folder's authority, valid for 127.0.0.1 and localhost."""
     cert, key, request = folder / f"{file}.pem", folder / f"{file}.key", folder / f"{file}.csr"
     new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", str(key)]
-    subject = "/CN=" + common_name.replace("/", r"\/")
+    subject = "/CN=" + common_name.replace("/", r"\/").replace("+", r"\+")
     _openssl("req", *new, "-out", str(request), "-subj", subject)
     names = folder / f"{file}.ext"
     names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")

@@ -263,7 +263,7 @@ def maybe_plan(tx: Tx, u: Update) -> None:
     t = tx.state.trainer
     if u.phase is not Phase.PREPARING or u.planning or not u.frozen or t is None:
         return
-    if any(p.stage < Stage.JOINED for p in u.active()):
+    if any(p.stage < Stage.JOINED and not p.excluded for p in reversed(list(u.parts.values()))):  # told last, joins last
         return
     tx.put_update(replace(u, planning=True))
     for c in t.channels:

@@ -29,6 +29,9 @@ from .fields import between, invalid, refuse
 
 __all__ = ["Artifacts", "Limits", "Pages"]
 
+#: Entries (tensors, pieces, regions) that are worked on at once, without a thread: well under a millisecond.
+_SMALL = 256
+
 T = TypeVar("T")
 V = TypeVar("V")
 
@@ -163,7 +166,10 @@ class Artifacts:
         self.plan_pages: Lru[asyncio.Future[list[tensor_pb2.PlanPage]]] = Lru(limits.plans, pinned)
         self.update = OfUpdate("")
 
-    async def _in_thread(self, work: Callable[..., V], *args: Any) -> V:
+    async def _work(self, size: int, work: Callable[..., V], *args: Any) -> V:
+        """Do it here if it is small (a switch of threads costs more), else in a worker thread."""
+        if size <= _SMALL:
+            return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self.executor, work, *args)
 
     # --- manifests ---
@@ -177,14 +183,14 @@ class Artifacts:
         if total > self.limits.tensors:
             refuse(Reason.LIMIT, f"total: expected at most {self.limits.tensors} tensors, found {total}")
         between("total", total, 0, self.limits.tensors)
-        decoded = await self._in_thread(convert.tensors, first, page)
+        decoded = await self._work(len(page), convert.tensors, first, page)
         pages = self._upload(f"manifest {manifest_id}", total)
         pages.add("tensors", first, total, decoded)
         tensors = pages.joined()
         if tensors is None:
             return False, pages.received
         try:
-            manifest = await self._in_thread(_manifest, tensors)
+            manifest = await self._work(total, _manifest, tensors)
         except ManifestError as e:
             self._uploads.pop(f"manifest {manifest_id}")
             refuse(Reason.INVALID_ARGUMENT, str(e))
@@ -228,22 +234,22 @@ class Artifacts:
             refuse(Reason.LIMIT, f"total: expected at most {self.limits.pieces} pieces, found {total}")
         between("total", total, 0, self.limits.pieces)
         key = f"placement {manifest_id} {member}"
-        decoded = await self._in_thread(_pieces, manifest, p.pieces)
+        decoded = await self._work(len(p.pieces), _pieces, manifest, p.pieces)
         pages = self._upload(key, total)
         pages.add("placement.pieces", first, total, decoded)
         pieces = pages.joined()
         if pieces is None:
             return ""
         self._uploads.pop(key)
-        placement = await self._in_thread(_placement, manifest, member, pieces)
+        placement = await self._work(total, _placement, manifest, member, pieces)
         self._layouts.put(placement.layout_id, placement.pieces)
         return placement.layout_id
 
     async def _full_layout(self, manifest: Manifest) -> str:
         layout_id = self._full.get(manifest.id)
         if layout_id is None or self._layouts.get(layout_id) is None:
-            placement = await self._in_thread(full_placement, "any", manifest)
-            layout_id = await self._in_thread(lambda: placement.layout_id)
+            placement = await self._work(len(manifest), _full, manifest)
+            layout_id = placement.layout_id
             self._full.put(manifest.id, layout_id)
             self._layouts.put(layout_id, placement.pieces)
         return layout_id
@@ -261,7 +267,8 @@ class Artifacts:
                 raise PlanError([f"manifest {e.manifest_id} is gone: PutManifest again"])
             members = self._placements((*e.senders, *e.receivers))
             senders, receivers = members[: len(e.senders)], members[len(e.senders) :]
-            index = await self._in_thread(_plan, manifest, senders, receivers, e.bucket_bytes)
+            size = sum(len(m.pieces) for m in members)
+            index = await self._work(size, _plan, manifest, senders, receivers, e.bucket_bytes)
             self._plan_of.put(key, index.plan.id)
             self._plans.put(index.plan.id, index)
         plan = index.plan
@@ -327,7 +334,14 @@ class Artifacts:
             for (plan_id, rank), pages in kept.digests.items()
             if plan_id == e.plan_id and (digests := pages.joined()) is not None
         }
-        return await self._in_thread(compare, manifest, index, e.update_id, e.verify, expected, e.members, receipts)
+        size = len(index.plan.regions) * (1 + len(e.members))
+        return await self._work(size, compare, manifest, index, e.update_id, e.verify, expected, e.members, receipts)
+
+
+def _full(manifest: Manifest) -> Placement:
+    placement = full_placement("any", manifest)
+    _ = placement.layout_id
+    return placement
 
 
 def _manifest(tensors: list[TensorMeta]) -> Manifest:

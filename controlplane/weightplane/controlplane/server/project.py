@@ -359,14 +359,14 @@ class Desired:
         m.all_called = u.all_called
         m.decision = _DECISIONS[u.decision]
         m.remaining_ms = int(u.remaining_s * 1000)
-        channel_id = u.channel.channel_id if u.channel is not None else ""
-        for call in u.calls:
-            ranges = [_range(channel_id, first, n) for first, n in call.ranges]
-            m.calls.append(agent_pb2.ArmedCall(seq=call.seq, buckets=ranges))
         if u.failure is not None:
             m.failure.CopyFrom(failure_to_proto(u.failure))
-        if u.channel is not None:
-            self._channel(m.channel, u.channel, r)
+        if u.channel is None or u.decision or not u.calls:
+            return  # nothing to arm: the binding, which is most of the message, stays out
+        self._channel(m.channel, u.channel, r)
+        for call in u.calls:
+            ranges = [_range(u.channel.channel_id, first, n) for first, n in call.ranges]
+            m.calls.append(agent_pb2.ArmedCall(seq=call.seq, buckets=ranges))
 
     def _channel(self, m: transport_pb2.ChannelBinding, c: Channel, r: Replica) -> None:
         """A receiver gets the senders' offers and its own: a thousand others' would burst the message."""

@@ -1,0 +1,205 @@
+"""The control plane under a thousand agents: the start barrier, an empty publish, heartbeats; plaintext and mTLS.
+
+Server, agents and trainer are three processes on this machine, through core and SQLite store; each agent has two TCP
+connections of its own (session, heartbeats). **Start barrier**: StartUpdate's call to its return, every replica having
+joined. **Empty publish**: StartUpdate's call to FinishUpdate's return, no tensors, every replica READY. **Heartbeats**:
+CPU of the server's process while each agent beats once a second. The limits are those the design promises on 2 cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+from _common import SAMPLES, WARM_UPS, Report, Result, parser
+from control_plane_agents import GROUP, dial
+
+from weightplane.controlplane.core.manifest import Manifest
+from weightplane.v1 import tensor_pb2 as tn
+from weightplane.v1 import transport_pb2 as tp
+from weightplane.v1 import weight_transfer_pb2 as wt
+from weightplane.v1 import weight_transfer_pb2_grpc as wt_grpc
+
+HERE = Path(__file__).resolve().parent
+BARRIER_S, PUBLISH_S, BEATS_CORES = 0.30, 0.015, 0.30
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from weightplane.controlplane.core.model import Config
+from weightplane.controlplane.server.app import ServerConfig, serve
+from weightplane.controlplane.server.security import Security, Tls
+from weightplane.controlplane.store import open_store
+async def main(file, *tls):
+    security = Security(tls=Tls(*map(Path, tls))) if tls else Security()
+    config = Config(ttl_s=600.0, routing_budget_s=3600.0)
+    running = await serve(ServerConfig(open_store(f"sqlite:{file}"), security=security, core=config))
+    print(running.address, flush=True)
+    await running.wait()
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@contextmanager
+def process(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A child that is gone at the end."""
+    child = subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    """What a child says next."""
+    assert child.stdout is not None
+    said = child.stdout.readline().strip()
+    if not said:
+        raise RuntimeError(f"a process of the benchmark ended: {child.wait()}")
+    return said
+
+
+def tell(child: subprocess.Popen[str], word: str) -> None:
+    """Say a word to a child."""
+    assert child.stdin is not None
+    child.stdin.write(f"{word}\n")
+    child.stdin.flush()
+
+
+class Trainer:
+    """One rank, by hand."""
+
+    def __init__(self, address: str, tls: list[str]) -> None:
+        self.channel = dial(address, tls)
+        self.stub = wt_grpc.WeightTransferServiceStub(self.channel)
+        self.manifest = Manifest.of([])
+        self.generation = 0
+        self.numbers = iter(range(1 << 30))
+
+    def named(self) -> dict[str, object]:
+        """The fields that every call has."""
+        return {"request_id": f"q{next(self.numbers)}", "group": GROUP, "generation": self.generation}
+
+    async def init(self) -> None:
+        """Hold the group; send the empty manifest."""
+        offer = tp.Rendezvous(transport="grpc", grpc=tp.GrpcRendezvous())
+        named = self.named()
+        request = wt.InitTransferRequest(**named, trainer_id="bench", incarnation="i", offers=[offer], host_id="h")
+        self.generation = (await self.stub.InitTransfer(request, timeout=60)).generation
+        manifest = {**self.named(), "manifest_id": self.manifest.id}
+        await self.stub.PutManifest(wt.PutManifestRequest(**manifest), timeout=60)
+        placement = tn.Placement(member="rank/0", full=True)
+        await self.stub.PutPlacement(
+            wt.PutPlacementRequest(**{**manifest, "request_id": "place"}, placement=placement), timeout=60
+        )
+
+    async def start(self) -> wt.StartUpdateResponse:
+        """The start barrier."""
+        request = wt.StartUpdateRequest(**self.named(), manifest_id=self.manifest.id)
+        return await self.stub.StartUpdate(request, timeout=60)
+
+    async def abort(self) -> None:
+        """Undo a start; what it still tells the agents is over before the next one."""
+        await self.stub.AbortUpdate(wt.AbortUpdateRequest(**self.named(), reason="again"), timeout=60)
+        await asyncio.sleep(0.5)
+
+    async def publish(self) -> None:
+        """A whole update of nothing."""
+        u = await self.start()
+        of = {"update_id": u.update_id, "epoch": u.epoch}
+        await self.stub.UpdateWeights(wt.UpdateWeightsRequest(**self.named(), **of, seq=1), timeout=60)
+        for c in u.channels:
+            await self.stub.PutDigests(wt.PutDigestsRequest(**self.named(), **of, plan_id=c.plan_id), timeout=60)
+        done = await self.stub.FinishUpdate(wt.FinishUpdateRequest(**self.named(), **of), timeout=60)
+        assert len(done.update.outcomes) == len(u.participants)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(report: Report, folder: Path, kind: str, agents: int, samples: int, seconds: float) -> None:
+    """All cases, plaintext or mTLS."""
+    server_tls, client_tls = certificates(folder) if kind == "mTLS" else ([], [])
+    with process("-c", SERVER, str(folder / f"{kind}.db"), *server_tls) as server:
+        address = line(server)
+        with process(str(HERE / "control_plane_agents.py"), address, str(agents), *client_tls) as fleet:
+            print(f"{kind}: {line(fleet)}")
+            trainer = Trainer(address, client_tls)
+            await trainer.init()
+            barrier: list[float] = []
+            for n in range(WARM_UPS + samples):
+                began = time.perf_counter()
+                started = await trainer.start()
+                took = time.perf_counter() - began
+                assert len(started.participants) == agents
+                barrier.extend([took] if n >= WARM_UPS else [])
+                await trainer.abort()
+            case = f"start barrier, {agents} agents, {kind}"
+            report.add(Result.of(case, "s", barrier, BARRIER_S, less_is_better=True))
+            tell(fleet, "beat")
+            await asyncio.sleep(2)
+            busy = []
+            for _ in range(samples):
+                before, began = cpu_s(server.pid), time.perf_counter()
+                await asyncio.sleep(seconds)
+                busy.append((cpu_s(server.pid) - before) / (time.perf_counter() - began))
+            case = f"heartbeats of {agents} agents, {kind}"
+            report.add(Result.of(case, "cores", busy, BEATS_CORES, less_is_better=True))
+            await trainer.channel.close()
+    with process("-c", SERVER, str(folder / f"{kind}-8.db"), *server_tls) as server:
+        address = line(server)
+        with process(str(HERE / "control_plane_agents.py"), address, "8", *client_tls) as fleet:
+            print(f"{kind}: {line(fleet)}")
+            trainer = Trainer(address, client_tls)
+            await trainer.init()
+            publish = []
+            for n in range(10 * (WARM_UPS + samples)):
+                began = time.perf_counter()
+                await trainer.publish()
+                publish.extend([time.perf_counter() - began] if n >= 10 * WARM_UPS else [])
+            case = f"empty publish to 8 replicas, {kind}"
+            report.add(Result.of(case, "s", publish, PUBLISH_S, less_is_better=True))
+            await trainer.channel.close()
+
+
+def certificates(folder: Path) -> tuple[list[str], list[str]]:
+    """(server's, client's) PEM files, made for this run by the openssl command."""
+    sys.path.insert(0, str(HERE.parent))
+    from tests.server.certificates import authority, certificate
+
+    ca = authority(folder)
+    cert, key = certificate(folder, "server", "weightplane")
+    client_cert, client_key = certificate(folder, "client", "trainer+inference+operator/bench")
+    return [str(cert), str(key), str(ca)], [str(ca), str(client_cert), str(client_key)]
+
+
+def main() -> None:
+    """Run every case."""
+    options = parser(__doc__ or "")
+    options.add_argument("--agents", type=int, default=1000, help="how many agents (default 1000)")
+    asked = options.parse_args()
+    samples, seconds = (3, 1.0) if asked.quick else (SAMPLES, 2.0)
+    report = Report("control_plane")
+    with tempfile.TemporaryDirectory(prefix="weightplane-bench-") as folder:
+        for kind in ("plaintext", "mTLS"):
+            asyncio.run(measure(report, Path(folder), kind, asked.agents, samples, seconds))
+    report.write(asked.json)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except grpc.aio.AioRpcError as error:
+        sys.exit(f"{error.code().name}: {error.details()}")
