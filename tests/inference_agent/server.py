@@ -13,7 +13,7 @@ from weightplane.controlplane.core.model import Config, GroupState
 from weightplane.controlplane.server.app import Running, ServerConfig, serve
 from weightplane.controlplane.store.memory import Disk, MemoryStore
 
-FAST = Config(beat_s=0.2, ttl_s=1.0, quiesce_s=2.0)
+FAST = Config(beat_s=0.2, ttl_s=3.0, quiesce_s=2.0)
 T = TypeVar("T")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from weightplane.inference_agent.receipts import Sink
 from weightplane.inference_agent.session import SessionStatus
 from weightplane.transports.base import TransportError
 from weightplane.transports.dtypes import as_bytes
+from weightplane.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc
 from weightplane.v1 import weight_transfer_pb2 as wt
 
 
@@ -241,6 +243,127 @@ def test_a_failing_apply_after_the_decision_leaves_it_committed_and_this_one_dir
     assert pair.engine.mixed() and pair.engine.held() == (NONE_HELD,)
     failpoints.set_hook(None)
     assert state_of(pair.publish(3).outcomes[0]) == "READY" and pair.content() == {3.0}
+
+
+def test_a_transport_that_ignores_its_abort_is_left_behind_with_its_memory(
+    plane: Server, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staged: it drains within the bound, takes the next update into other memory, and late bytes do no harm."""
+    from weightplane.transports.shm import ShmReceiveChannel
+
+    monkeypatch.setattr("weightplane.inference_agent.operations._DRAIN_S", 0.5)
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    stuck, let_go, left = threading.Event(), threading.Event(), threading.Event()
+    receive = ShmReceiveChannel.receive
+
+    def deaf(self: Any, bucket: Any, spans: Any) -> None:
+        if not stuck.is_set():
+            stuck.set()
+            let_go.wait(20)
+            for s in spans:
+                s.fill_(77)
+            left.set()
+        receive(self, bucket, spans)
+
+    monkeypatch.setattr(ShmReceiveChannel, "receive", deaf)
+    started = pair.trainer.start(2)
+
+    def send() -> None:
+        with pytest.raises((TransportError, grpc.RpcError)):
+            pair.trainer.send(started, pair.values(2))
+
+    t = threading.Thread(target=send, daemon=True)
+    t.start()
+    assert stuck.wait(5)
+    info = pair.trainer.abort()
+    assert not info.outcomes[0].unquiesced
+    t.join(5)
+    pair.trainer.init()
+    assert state_of(pair.publish(3).outcomes[0]) == "READY"
+    let_go.set()
+    assert left.wait(5)
+    assert pair.content() == {3.0}
+    assert state_of(pair.publish(4).outcomes[0]) == "READY" and pair.content() == {4.0}
+
+
+def test_a_stop_in_the_middle_of_a_transfer_is_bounded_and_leaves_the_engine_whole(
+    plane: Server, stack: ExitStack
+) -> None:
+    pair = Pair(stack, plane)
+    done = pair.publish(1)
+    blocked_in_transfer(pair, Mode.STAGED, 2)
+    start = time.monotonic()
+    pair.agent.stop(drain_s=0.2)
+    assert time.monotonic() - start < 4
+    assert pair.engine.held() == (Held(done.version, done.update_id),) and not pair.engine.holders()
+    assert pair.content() == {1.0} and not pair.engine.mixed()
+    eventually(lambda: plane.state().open is None, what="the update ended without it")
+
+
+def test_nothing_grows_over_many_updates(plane: Server, stack: ExitStack) -> None:
+    pair = Pair(stack, plane)
+    for k in range(1, 4):
+        pair.publish(k)
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for k in range(4, 34):
+        pair.publish(k, mode=Mode.IN_PLACE if k % 2 else Mode.STAGED)
+    eventually(lambda: threading.active_count() <= threads + 1)
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
+
+
+def test_C13_an_update_goes_through_while_the_operator_holds_generation(plane: Server, stack: ExitStack) -> None:
+    """A request stands still in the operator's pause; WAIT does not wait for it; afterwards it goes on."""
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    fleet = fleet_pb2_grpc.FleetServiceStub(pair.trainer.channel)
+    seen: list[int] = []
+
+    def generate() -> None:
+        with pair.engine.request():
+            while len(seen) < 400 and (not seen or seen[-1] < 2):
+                with pair.engine.forward() as tag:
+                    seen.append(tag.version)
+                time.sleep(0.01)
+
+    t = threading.Thread(target=generate, daemon=True)
+    t.start()
+    eventually(lambda: seen)
+    pause = fleet_pb2.PauseGenerationRequest(request_id="p1", group="g", mode=common_pb2.PAUSE_MODE_KEEP)
+    fleet.PauseGeneration(pause, timeout=10)
+    eventually(lambda: "operator" in pair.engine.holders())
+    assert state_of(pair.publish(2, pause=PauseMode.WAIT).outcomes[0]) == "READY"
+    n = len(seen)
+    assert pair.engine.holders() == {"operator"}
+    time.sleep(0.1)
+    assert len(seen) == n, "generation ran although the operator holds it"
+    for i in range(2):
+        fleet.ResumeGeneration(fleet_pb2.ResumeGenerationRequest(request_id=f"r{i}", group="g"), timeout=10)
+    t.join(5)
+    assert not t.is_alive() and seen[-1] == 2
+
+
+def test_placements_and_receipts_travel_in_pages(
+    plane: Server, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightplane.inference_agent.codec._PAGE_PIECES", 3)
+    monkeypatch.setattr("weightplane.inference_agent.receipts._PAGE_DIGESTS", 2)
+    test_quarters_of_four_ranks_land_in_halves_of_two_workers(plane, stack)
+
+
+def test_C07_manifests_and_plans_larger_than_a_message_travel_in_pages(plane: Server, stack: ExitStack) -> None:
+    """9,000 tensors with names of 300 characters: about 3 MB of names alone."""
+    module = torch.nn.Module()
+    for i in range(9000):
+        module.register_buffer("x" * 290 + f"_{i}", torch.tensor(float(i)))
+    engine = TorchModuleEngine(module)
+    replica(stack, plane, "r", engine)
+    manifest = manifest_of(module)
+    trainer = stack.enter_context(Trainer(plane.address, manifest, "shm"))
+    trainer.init()
+    values = {i: torch.tensor(float(i + 1)) for i in range(len(manifest))}
+    assert state_of(trainer.publish(values, 1).outcomes[0]) == "READY"
+    assert [float(b) for b in module.buffers()] == [float(i + 1) for i in range(9000)]
 
 
 # --- planted defects: each makes finish fail by name ---
@@ -471,10 +594,12 @@ def test_C20_under_load_no_pass_mixes_versions_across_many_publishes(plane: Serv
     threads = [threading.Thread(target=hammer, daemon=True) for _ in range(2)]
     for t in threads:
         t.start()
-    for k in range(1, 21):
-        mode = Mode.IN_PLACE if k % 3 == 0 else Mode.STAGED
-        assert state_of(pair.publish(k, mode=mode).outcomes[0]) == "READY"
-    stop.set()
-    for t in threads:
-        t.join(5)
+    try:
+        for k in range(1, 21):
+            mode = Mode.IN_PLACE if k % 3 == 0 else Mode.STAGED
+            assert state_of(pair.publish(k, mode=mode).outcomes[0]) == "READY"
+    finally:
+        stop.set()
+        for t in threads:
+            t.join(5)
     assert not faults and len(seen) > 10

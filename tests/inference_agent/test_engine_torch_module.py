@@ -181,6 +181,19 @@ def test_R04_hooks_refresh_derived_copies_and_a_failing_one_leaves_it_mixed() ->
     assert engine.mixed() and "dirty" in engine.holders()
 
 
+@pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
+def test_T05_a_hook_that_replaces_parameters_is_an_error_not_a_silent_stale_copy(mode: Mode) -> None:
+    module = nn.Linear(3, 2, bias=False)
+
+    def rewrap(_: nn.Module) -> None:
+        module.weight = nn.Parameter(module.weight.detach().clone())
+
+    engine = TorchModuleEngine(module, hooks=[rewrap])
+    with pytest.raises(EngineError, match="hook moved or replaced"):
+        publish(engine, manifest_of(module), 1, mode)
+    assert engine.mixed()
+
+
 def test_a_parameter_replaced_between_begin_and_apply_is_refused() -> None:
     module = Constant()
     engine, manifest = TorchModuleEngine(module), manifest_of(module)
@@ -232,7 +245,7 @@ def test_C15_C20_no_pass_ever_sees_two_versions(mode: Mode, pause: PauseMode) ->
     threads = [threading.Thread(target=hammer, daemon=True) for _ in range(4)]
     for t in threads:
         t.start()
-    for version in range(1, 31):
+    for version in range(1, 16):
         u = update(manifest, version, mode)
         engine.begin(u)
         if mode is Mode.IN_PLACE:
@@ -254,7 +267,7 @@ def test_C15_C20_no_pass_ever_sees_two_versions(mode: Mode, pause: PauseMode) ->
     stop.set()
     for t in threads:
         t.join(10)
-    assert not faults and len(seen) > 10
+    assert not faults and len(seen) > 5
 
 
 def test_four_quarters_land_in_two_halves() -> None:

@@ -112,13 +112,15 @@ class Trainer:
         tensors = [
             tensor_pb2.TensorMeta(name=t.name, dtype=t.dtype, shape=t.shape, alias_of=t.alias_of) for t in self.manifest
         ]
-        self.call(
-            "PutManifest",
-            generation=self.generation,
-            manifest_id=self.manifest.id,
-            total=len(tensors),
-            tensors=tensors,
-        )
+        for first in range(0, len(tensors), 4000):
+            self.call(
+                "PutManifest",
+                generation=self.generation,
+                manifest_id=self.manifest.id,
+                first=first,
+                total=len(tensors),
+                tensors=tensors[first : first + 4000],
+            )
         for rank, placement in enumerate(self.placements):
             for page, first, total in codec.placement_pages(placement, self.manifest):
                 self.call(

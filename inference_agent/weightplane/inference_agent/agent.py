@@ -315,6 +315,7 @@ class InferenceAgent:
         """Between events: deadlines, progress, the helper, and whether the engine is still the one we know."""
         assert self._ops is not None
         self._handle(core.Tick())
+        self._ops.watch()
         if self.engine.life != self._life:
             self._reborn("the engine was restarted behind its agent")
             return

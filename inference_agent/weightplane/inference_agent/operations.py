@@ -33,6 +33,7 @@ __all__ = ["Operations"]
 log = logging.getLogger("weightplane.inference_agent")
 
 _KEPT = 4  # manifests, plans, sinks remembered
+_DRAIN_S = 5.0  # an aborted transfer leaves within one; after this it is left behind
 _PLACED = 8  # the coordinator remembers the newest 15
 
 
@@ -54,8 +55,7 @@ class Operations:
         self._emit, self._group = emit, group
         self.members = [f"{replica_id}/{w}" for w in range(len(engine.workers))]
         self._channels = Channels(group, transports)
-        self._work = WorkThread(f"weightplane-update-{replica_id}")
-        self._data = [WorkThread(f"weightplane-data-{m}") for m in self.members]
+        self._work, self._data = self._threads()
         self._transfer: Transfer | None = None
         self._epoch = 0
         self._manifests, self._plans = Newest(_KEPT), Newest(_KEPT)
@@ -64,6 +64,12 @@ class Operations:
         self._paused_at: dict[str, float] = {}
         self._steps = 0
         self._closed = False
+
+    def _threads(self) -> tuple[WorkThread, list[WorkThread]]:
+        return (
+            WorkThread(f"weightplane-update-{self._replica_id}"),
+            [WorkThread(f"weightplane-data-{m}") for m in self.members],
+        )
 
     # --- on the loop thread
 
@@ -93,6 +99,7 @@ class Operations:
             self._begin(t, "applying", lambda: self._apply(t), applying=True)
         elif isinstance(effect, core.Drop):
             t.cancel(effect.reason)
+            t.drop_by = time.monotonic() + _DRAIN_S
             self._work.submit(lambda: self._drain(t, effect.reason))
 
     def new_session(self) -> None:
@@ -109,6 +116,33 @@ class Operations:
     def progress(self) -> int:
         """Rises with every unit of work done."""
         return self._steps + self.landed
+
+    def watch(self) -> None:
+        """Leave a staged update behind whose data threads do not leave: its memory is given up, never used again.
+
+        In place nothing can be given up: the replica stays fenced until they leave.
+        """
+        t = self._transfer
+        if t is None or not t.drop_by or time.monotonic() < t.drop_by:
+            return
+        t.drop_by = 0.0
+        stuck = ", ".join(w.member for w in t.workers) or self._replica_id
+        text = f"update {t.update_id}: {stuck} did not leave within {_DRAIN_S} s of its abort"
+        if t.in_place:
+            log.error("%s; it may still write live memory, so the replica stays fenced", text, extra=t.extra)
+            return
+        try:
+            self._engine.abandon(t.update_id)
+        except Exception as e:
+            log.error("%s, and it cannot be left behind: %s", text, e, extra=t.extra)
+            return
+        log.error("%s; left behind with its staging memory", text, extra=t.extra)
+        t.abandoned = True
+        self._work, self._data = self._threads()
+        self._shares.clear()
+        self._channels.forget([w.channel for w in t.workers])
+        self._forget(t)
+        self._emit(core.Drained(t.update_id, False))
 
     def abandon(self, reason: str, timeout: float = 2.0) -> bool:
         """This life ends: drop the update, free the channels, let the engine keep only what is whole.
@@ -171,7 +205,7 @@ class Operations:
 
     def _begin(self, t: Transfer, doing: str, work: Callable[[], None], applying: bool = False) -> None:
         def run() -> None:
-            if self._closed:
+            if self._closed or t.abandoned:
                 return
             try:
                 work()
@@ -330,6 +364,10 @@ class Operations:
         self._emit(core.Applied(t.update_id, self._engine.held(), timings))
 
     def _drain(self, t: Transfer, reason: str) -> None:
+        if t.abandoned:
+            self._channels.discard([w.channel for w in t.workers])
+            return
+        t.drop_by = 0.0
         wrote = t.wrote
         try:
             failpoints.hit("replica.drop.before")

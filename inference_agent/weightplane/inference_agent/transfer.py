@@ -92,10 +92,14 @@ class Channels:
             self._open[c.channel_id, member] = channel
         return channel
 
-    def discard(self, channels: Sequence[ReceiveChannel]) -> None:
-        """Close channels that were aborted, once their data threads have left."""
+    def forget(self, channels: Sequence[ReceiveChannel]) -> None:
+        """Use these no more, without closing them: somebody may still be inside."""
         with self._lock:
             self._open = {k: c for k, c in self._open.items() if c not in channels}
+
+    def discard(self, channels: Sequence[ReceiveChannel]) -> None:
+        """Close channels that were aborted, once their data threads have left."""
+        self.forget(channels)
         for channel in channels:
             channel.close()
 
@@ -123,6 +127,8 @@ class Transfer:
         self.armed_at = 0.0
         self.received_at = 0.0
         self.verify_s = 0.0
+        self.drop_by = 0.0  # when a drop should have ended; 0: none is under way
+        self.abandoned = False
         self._lock = threading.Lock()
         self._reason = ""
         self._wrote = False

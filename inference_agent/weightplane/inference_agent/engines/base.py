@@ -228,6 +228,13 @@ class Engine(ABC):
     def abort(self, update_id: str, wrote: bool, reason: str) -> None:
         """Forget the update. ``wrote``: live memory was touched. Idempotent; ``""`` aborts whatever is open."""
 
+    def abandon(self, update_id: str) -> None:
+        """Forget a staged update whose staging somebody may still write to: that memory is never used again.
+
+        ``EngineError`` if the engine cannot do without it (the default): the update is then waited for.
+        """
+        raise EngineError(f"{self.name} cannot give up the staging memory of {update_id}")
+
     def close(self) -> None:
         """Free everything; blocked passes end with ``EngineClosed``. Default: nothing."""
         return None

@@ -258,10 +258,14 @@ class TorchModuleEngine(GatedEngine):
             self._post_process()
 
     def _post_process(self) -> None:
+        if not self.hooks:
+            return
         for module in self.modules:
             for hook in self.hooks:
                 with torch.no_grad():
                     hook(module)
+        if [signature(m) for m in self.modules] != self._seen:
+            raise EngineError("a post-update hook moved or replaced live tensors: write into them instead")
 
     def commit(self, update_id: str) -> None:
         """See ``Engine``."""
@@ -288,6 +292,14 @@ class TorchModuleEngine(GatedEngine):
             self._mixed = ""  # fenced for it, and not one byte came
             self.gate.resume("dirty")
         self._forget()
+
+    def abandon(self, update_id: str) -> None:
+        """See ``Engine``. Reserves other staging memory at the next look at the layout."""
+        u = self._open(update_id)
+        if u.mode is not Mode.STAGED:
+            raise EngineError(f"update {update_id} is in place: its writer cannot be left behind")
+        self._forget()
+        self._seen = []
 
     def spoil(self, reason: str) -> None:
         """Declare live memory mixed: nothing is held, generation is fenced until a full update commits."""
