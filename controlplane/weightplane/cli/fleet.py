@@ -140,14 +140,19 @@ def watch(
         with Progress(*columns, console=console, disable=as_json) as bars:
             tasks: dict[tuple[str, str], int] = {}
             ended: set[str] = set()
+            old: str | None = None  # the update that was over when we came
             for event in stream:
+                phase = event.update.phase
+                over = phase in (update_pb2.UPDATE_PHASE_COMMITTED, update_pb2.UPDATE_PHASE_ABORTED)
+                if old is None:
+                    old = event.update.update_id if over else ""
+                if event.update.update_id in ("", old):
+                    continue
                 if as_json:
                     emit_json(event)
                 else:
                     _draw(bars, tasks, ended, event)
-                phase = event.update.phase
-                over = phase in (update_pb2.UPDATE_PHASE_COMMITTED, update_pb2.UPDATE_PHASE_ABORTED)
-                if once and over and event.update.update_id:
+                if once and over:
                     stream.cancel()
                     break
 

@@ -87,11 +87,23 @@ def _watched(publisher: Any, step: int, address: str, group: str, as_json: bool)
                 time.sleep(0.05)
         except KeyboardInterrupt:
             handle.cancel("interrupted at the command line")
-            handle.result(30)
-            raise
+            _ended(handle)
         finally:
             over.set()
     return handle.result()
+
+
+def _ended(handle: Any) -> None:
+    """After Ctrl-C: back if the update was decided before (it stands), else KeyboardInterrupt once it is aborted."""
+    from weightplane.trainer_agent.errors import OutcomeUnknown, PublishError
+
+    try:
+        handle.result(30)
+    except OutcomeUnknown:
+        raise
+    except PublishError:
+        raise KeyboardInterrupt from None
+    err.print("interrupted, but the update was decided before: it stands")
 
 
 def _follow(bars: Progress, address: str, group: str, over: threading.Event) -> None:

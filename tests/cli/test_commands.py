@@ -1,0 +1,204 @@
+"""Every command against a real control plane and a real replica: output, JSON, exit codes, what an error says to do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .checkpoints import tiny
+from .fleet import ROOT, Launched, weightplane
+
+GROUP = "tiny"
+
+
+class Site:
+    def __init__(self, launched: Launched, address: str, checkpoint: Path) -> None:
+        self.launched, self.address, self.checkpoint = launched, address, checkpoint
+
+    def run(self, *args: str, code: int = 0, **kwargs: Any) -> str:
+        done = weightplane(*args, "-a", self.address, **kwargs)
+        assert done.returncode == code, f"{args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def json(self, *args: str, code: int = 0) -> Any:
+        done = weightplane(*args, "-a", self.address, "--json")
+        assert done.returncode == code, f"{args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    launched = Launched(folder)
+    store = f"sqlite:{folder / 'store.db'}"
+    timing = ["--beat", "0.2", "--ttl", "0.8"]
+    address = launched.start("plane", "controlplane", "--listen", "127.0.0.1:0", "--store", store, *timing)["address"]
+    checkpoint = tiny(folder / "one.safetensors", 1.0)
+    launched.start(
+        "a",
+        "inference-agent",
+        *("-a", address, "-g", GROUP, "--replica-id", "a", "--label", "zone=x"),
+        *("--engine", "tests.cli.blank_engine:make", f"--engine-option=path={json.dumps(str(checkpoint))}"),
+    )
+    made = Site(launched, address, checkpoint)
+    made.run("publish", str(checkpoint), "-g", GROUP, "--step", "7")
+    yield made
+    launched.stop()
+
+
+def test_status_lists_groups_and_replicas(site: Site) -> None:
+    assert GROUP in site.run("status")
+    text = site.run("status", "-g", GROUP)
+    assert "ready" in text and "yes" in text
+    said = site.json("status", "-g", GROUP)
+    assert said["group"]["committed_step"] == "7"
+    assert said["replicas"][0]["labels"] == {"zone": "x"} and said["replicas"][0]["routable"] is True
+
+
+def test_updates_show_what_was_published(site: Site) -> None:
+    said = site.json("updates", "-g", GROUP)
+    assert said["updates"][-1]["trainer_step"] == "7"
+    assert said["updates"][-1]["phase"] == "UPDATE_PHASE_COMMITTED"
+    assert "committed" in site.run("updates", "-g", GROUP)
+
+
+def test_pause_and_resume_name_their_holder(site: Site) -> None:
+    assert "operator" in site.run("pause", "-g", GROUP)
+    assert site.json("status", "-g", GROUP)["replicas"][0]["pause_holders"] == ["operator"]
+    assert site.json("status", "-g", GROUP)["replicas"][0]["routable"] is False
+    assert site.json("resume", "-g", GROUP)["replicas"][0]["pause_holders"] == []
+    assert "expected keep, wait or abort" in site.run("pause", "-g", GROUP, "--mode", "bogus", code=2)
+
+
+def test_drain_pin_and_back(site: Site) -> None:
+    for verb, state in (("drain", "DRAINING"), ("activate", "ACTIVE"), ("pin", "PINNED"), ("unpin", "ACTIVE")):
+        assert site.json(verb, "a", "-g", GROUP)["replicas"][0]["admin"] == f"ADMIN_STATE_{state}"
+        site.json(verb, "a", "-g", GROUP)  # a repeat is no error
+
+
+def test_what_does_not_exist_is_named_with_what_to_do(site: Site) -> None:
+    text = site.run("status", "-g", "nowhere", code=7)
+    assert "nowhere" in text and "next:" in text
+    said = site.json("drain", "nobody", "-g", GROUP, code=7)
+    assert said["error"]["reason"] == "UNKNOWN_REPLICA" and "nobody" in said["error"]["message"]
+
+
+def test_nobody_at_the_address_is_exit_3_and_says_how_to_start_one() -> None:
+    done = weightplane("status", "-a", "127.0.0.1:1")
+    assert done.returncode == 3
+    assert "127.0.0.1:1" in done.stderr and "weightplane controlplane" in done.stderr
+    assert weightplane("status", "-a", "10.1.2.3:7450").returncode == 2  # plaintext off loopback is refused
+
+
+def test_abort_with_nothing_open(site: Site) -> None:
+    assert site.json("abort", "-g", GROUP, code=7)["error"]["reason"] == "UNKNOWN_UPDATE"
+
+
+def test_publish_of_a_checkpoint_that_does_not_fit_names_the_tensors(site: Site, tmp_path: Path) -> None:
+    import torch
+
+    from .checkpoints import write_safetensors
+
+    bad = write_safetensors(tmp_path / "bad.safetensors", {"layers.0.weight": torch.zeros(8, 9)})
+    said = site.json("publish", str(bad), "-g", GROUP, code=5)
+    assert said["error"]["reason"] == "MANIFEST_MISMATCH"
+    assert "layers.0.weight" in said["error"]["message"] and "head.bias" in said["error"]["message"]
+    assert site.json("status", "-g", GROUP)["replicas"][0]["held"]["version"] != "0"
+
+
+def test_publish_of_a_file_that_is_none(site: Site, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"\xff" * 64)
+    assert "broken.safetensors" in site.run("publish", str(broken), "-g", GROUP, code=4)
+
+
+def test_watch_follows_an_update_to_its_end(site: Site) -> None:
+    command = [sys.executable, "-m", "weightplane.cli", "watch", "-g", GROUP, "-a", site.address, "--once", "--json"]
+    watch = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert watch.stdout is not None
+    end = time.monotonic() + 30
+    lines: list[dict[str, Any]] = []
+    while watch.poll() is None and time.monotonic() < end:
+        site.run("publish", str(site.checkpoint), "-g", GROUP, "--step", "8")
+        try:
+            watch.wait(1.0)
+        except subprocess.TimeoutExpired:
+            continue
+    lines = [json.loads(line) for line in watch.stdout]
+    assert watch.returncode == 0
+    assert lines[-1]["update"]["phase"] == "UPDATE_PHASE_COMMITTED"
+
+
+def test_ctrl_c_aborts_the_update_and_leaves_the_fleet_serving(tmp_path: Path) -> None:
+    """A replica that stops while it arms holds the update open; Ctrl-C ends the command, and the update with it."""
+    launched = Launched(tmp_path)
+    try:
+        plane = ["--listen", "127.0.0.1:0", "--store", "memory:", "--ttl", "60"]
+        address = launched.start("plane", "controlplane", *plane)["address"]
+        checkpoint = tiny(tmp_path / "one.safetensors", 1.0)
+        engine = ["--engine", "tests.cli.blank_engine:make", f"--engine-option=path={json.dumps(str(checkpoint))}"]
+        replica = ["inference-agent", "-a", address, "-g", GROUP, "--replica-id", "a", *engine]
+        launched.start("a", *replica, env={"WEIGHTPLANE_FAILPOINTS": "replica.arm.before=stop@2"})
+        site = Site(launched, address, checkpoint)
+        site.run("publish", str(checkpoint), "-g", GROUP, "--step", "1")
+        command = [sys.executable, "-m", "weightplane.cli", "publish", str(checkpoint), "-g", GROUP, "-a", address]
+        publish = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        wait_stopped(launched.processes["a"].pid, publish)
+        publish.send_signal(signal.SIGINT)
+        _, stderr = publish.communicate(timeout=40)
+        assert publish.returncode == 130, stderr
+        assert "aborted" in stderr
+        launched.processes["a"].send_signal(signal.SIGCONT)
+        said = site.json("updates", "-g", GROUP)["updates"]
+        assert [u["phase"] for u in said] == ["UPDATE_PHASE_ABORTED", "UPDATE_PHASE_COMMITTED"]
+        site.run("publish", str(checkpoint), "-g", GROUP, "--step", "2")
+        replica_now = site.json("status", "-g", GROUP)["replicas"][0]
+        assert replica_now["held"]["version"] == "3" and replica_now["routable"] is True
+    finally:
+        launched.stop()
+
+
+def wait_stopped(pid: int, other: subprocess.Popen[str]) -> None:
+    """Until the kernel says that a process is stopped."""
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert other.poll() is None and time.monotonic() < end
+        time.sleep(0.02)  # a process state of the kernel's: nothing to wait on
+
+
+def test_transports_and_doctor_say_what_works_here(site: Site) -> None:
+    said = json.loads(weightplane("transports", "--json").stdout)
+    assert {t["name"]: t["ok"] for t in said["transports"]} == {"external": True, "grpc": True, "shm": True}
+    checks = site.json("doctor", "-g", GROUP)
+    assert checks["ok"] is True
+    assert {"control plane", "transport shm", "replica a"} <= {c["check"] for c in checks["checks"]}
+    nobody = weightplane("doctor", "-a", "127.0.0.1:1", "--json")
+    assert nobody.returncode == 4
+    assert [c["check"] for c in json.loads(nobody.stdout)["checks"] if not c["ok"]] == ["control plane"]
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["controlplane", "--listen", "0.0.0.0:0", "--store", "memory:"], "loopback"),
+        (["controlplane", "--store", "nosuch:x"], "nosuch"),
+        (["controlplane", "--beat", "2", "--ttl", "3"], "twice"),
+        (["inference-agent", "-g", "g", "--replica-id", "r", "--engine", "no.such:thing"], "no.such:thing"),
+        (
+            ["inference-agent", "-g", "g", "--replica-id", "r", "--engine", "torch_module", "--generate", "x"],
+            "host:port",
+        ),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(args: list[str], word: str) -> None:
+    done = weightplane(*args)
+    assert done.returncode in (2, 4), done.stderr
+    assert word in done.stderr.replace("\n", " ")
