@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightplane.controlplane.core import replica as core
-from weightplane.controlplane.core.desired import DesiredReplica
 from weightplane.controlplane.core.events import Report
 from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Reason
@@ -110,7 +109,6 @@ class InferenceAgent:
         self._ops: Operations | None = None
         self._state = core.ReplicaState(replica_id, "")
         self._life = ""
-        self._last: tuple[DesiredReplica, float] | None = None
         self._told: tuple[float, int] = (0.0, 0)
 
     # --- the user's side
@@ -193,7 +191,6 @@ class InferenceAgent:
         self._state = core.ReplicaState(
             self.replica_id, incarnation, len(engine.workers), paused=engine.holders() - {"dirty"}
         )
-        self._last = None
         calls = AgentCalls(self.dial, self._channel, self.group, self.replica_id)
         self._ops = Operations(
             engine, calls, self.group, self.replica_id, incarnation, self._transports, self._events.put
@@ -265,8 +262,7 @@ class InferenceAgent:
             assert self._ops is not None
             self._ops.new_session()
         elif isinstance(event, agent_pb2.DesiredReplica):
-            self._last = (codec.desired(event), time.monotonic())
-            self._handle(core.Desired(self._last[0]))
+            self._handle(core.Desired(codec.desired(event)))
         elif isinstance(event, _Restart):
             self._reborn(event.why)
         elif isinstance(event, _Leave):
@@ -277,9 +273,6 @@ class InferenceAgent:
                 self._helper.stop()
         else:
             self._handle(event)
-            ours = isinstance(event, core.Resumed) and event.holder not in ("update", "dirty")
-            if ours or isinstance(event, core.Drained | core.Applied | core.Failed):
-                self._again()
 
     def _handle(self, event: Any) -> None:
         assert self._ops is not None
@@ -292,16 +285,6 @@ class InferenceAgent:
                 self._report()
             else:
                 self._ops.run(effect, self._state)
-
-    def _again(self) -> None:
-        """What ended may have kept us from taking the newest desired state: look at it again."""
-        if self._last is None:
-            return
-        desired, at = self._last
-        if desired.update is not None:
-            left = max(0.0, desired.update.remaining_s - (time.monotonic() - at))
-            desired = replace(desired, update=replace(desired.update, remaining_s=left))
-        self._handle(core.Desired(desired))
 
     def _report(self) -> None:
         """Publish our state; what is held comes from the engine, now."""

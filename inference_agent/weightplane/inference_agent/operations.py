@@ -23,6 +23,7 @@ from weightplane.transports.base import Transport
 from .caches import Newest
 from .engines.base import Description, Engine, EngineUpdate
 from .faults import Refusal, failure_of
+from .pauses import Pauses
 from .receipts import Ledger, Sink, WorkerPlan, receipt_pages
 from .rpc import Abandoned, AgentCalls
 from .threads import WorkThread, detached
@@ -61,7 +62,7 @@ class Operations:
         self._manifests, self._plans = Newest(_KEPT), Newest(_KEPT)
         self._described, self._shares = Newest(_KEPT), Newest(2 * _KEPT)
         self._live, self._placed = Newest(_KEPT), Newest(_PLACED)
-        self._paused_at: dict[str, float] = {}
+        self._pauses = Pauses(engine, replica_id, emit, self._pause_failed)
         self._steps = 0
         self._closed = False
 
@@ -84,11 +85,9 @@ class Operations:
             self._transfer = t = Transfer(state.taking.want, state.taking.epoch, state.taking.deadline, self._group)
             self._begin(t, "checking the manifest", lambda: self._check(t))
         elif isinstance(effect, core.Pause):
-            self._pause(effect)
+            self._pauses.pause(effect.holder, effect.mode)
         elif isinstance(effect, core.Resume):
-            self._engine.resume(effect.holder)
-            self._paused_at.pop(effect.holder, None)
-            self._emit(core.Resumed(effect.holder))
+            self._pauses.resume(effect.holder)
         elif t is None:
             raise AssertionError(f"{effect} without a transfer")
         elif isinstance(effect, core.Arm):
@@ -150,6 +149,7 @@ class Operations:
         False if something could not be drained in time (it is left behind, on daemon threads).
         """
         self._closed = True
+        self._pauses.close()
         t = self._transfer
         if t is not None:
             t.cancel(reason)
@@ -166,37 +166,7 @@ class Operations:
             detached("weightplane-close", self._channels.close)
         return True
 
-    # --- pauses
-
-    def _pause(self, effect: core.Pause) -> None:
-        holder = effect.holder
-        try:
-            self._engine.pause(holder, effect.mode)
-            if self._engine.wait_paused(holder, 0):
-                self._stands_still(holder)
-                return
-        except Exception as e:
-            self._pause_failed(holder, e)
-            return
-        detached(f"weightplane-pause-{holder}", lambda: self._wait_paused(holder))
-
-    def _wait_paused(self, holder: str) -> None:
-        try:
-            while not self._closed:
-                if self._engine.wait_paused(holder, 0.5):
-                    self._stands_still(holder)
-                    return
-                if holder not in self._engine.holders():
-                    return
-        except Exception as e:
-            self._pause_failed(holder, e)
-
-    def _stands_still(self, holder: str) -> None:
-        self._paused_at.setdefault(holder, time.monotonic())
-        self._emit(core.Paused(holder))
-
     def _pause_failed(self, holder: str, error: Exception) -> None:
-        log.error("replica %s: pausing for %s failed", self._replica_id, holder, exc_info=error)
         t = self._transfer
         if holder == "update" and t is not None:
             self._emit(core.Failed(t.update_id, failure_of(error, self._replica_id, "pausing generation")))
@@ -357,7 +327,7 @@ class Operations:
         self._engine.commit(t.update_id)
         failpoints.hit("replica.apply.after")
         now = time.monotonic()
-        paused_s = now - self._paused_at.get("update", start)
+        paused_s = now - (self._pauses.since("update") or start)
         self._step()
         self._forget(t)
         timings = Timings(t.wire_s, t.verify_s + read_s, paused_s, now - start - read_s)
