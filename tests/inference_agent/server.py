@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from weightplane.controlplane.core.model import Config, GroupState
 from weightplane.controlplane.server.app import Running, ServerConfig, serve
+from weightplane.controlplane.server.security import Security
 from weightplane.controlplane.store.memory import Disk, MemoryStore
 
 FAST = Config(beat_s=0.2, ttl_s=3.0, quiesce_s=2.0)
@@ -20,8 +21,8 @@ T = TypeVar("T")
 class Server:
     """``start`` and ``stop`` as often as you like: the disk and the port stay, the epoch rises."""
 
-    def __init__(self, config: Config = FAST) -> None:
-        self.config = config
+    def __init__(self, config: Config = FAST, security: Security | None = None) -> None:
+        self.config, self.security = config, security or Security()
         self.disk = Disk()
         self.address = "127.0.0.1:0"
         self._loop = asyncio.new_event_loop()
@@ -30,7 +31,8 @@ class Server:
 
     def start(self) -> Server:
         async def up() -> Running:
-            return await serve(ServerConfig(MemoryStore(self.disk), self.address, self.config))
+            config = ServerConfig(MemoryStore(self.disk), self.address, self.config, security=self.security)
+            return await serve(config)
 
         self._running = self.run(up())
         self.address = self._running.address
@@ -60,8 +62,8 @@ class Server:
 
 
 @contextmanager
-def server(config: Config = FAST) -> Iterator[Server]:
-    s = Server(config).start()
+def server(config: Config = FAST, security: Security | None = None) -> Iterator[Server]:
+    s = Server(config, security).start()
     try:
         yield s
     finally:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,10 +17,14 @@ import torch
 from tests.inference_agent.models import Awkward, Constant, manifest_of
 from tests.inference_agent.server import Server, eventually, server
 from tests.inference_agent.trainer import Trainer, state_of
+from tests.server.certificates import HAS_OPENSSL, authority, certificate
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import NONE_HELD, Admin, Held, Mode, PauseMode, Verify, Weights
 from weightplane.controlplane.core.shards import chunk_placement
+from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.heartbeat import HelperStatus
+from weightplane.controlplane.server.security import Security, Tls, parse_tokens
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import RequestAborted
 from weightplane.inference_agent.engines.conformance import values_for
@@ -603,3 +608,37 @@ def test_C20_under_load_no_pass_mixes_versions_across_many_publishes(plane: Serv
         for t in threads:
             t.join(5)
     assert not faults and len(seen) > 10
+
+
+# --- security ---
+
+
+@pytest.mark.skipif(not HAS_OPENSSL, reason="needs the openssl command")
+@pytest.mark.parametrize("by", ["token", "certificate"])
+def test_agent_and_heartbeats_speak_tls_with_a_token_or_a_certificate(tmp_path: Path, by: str) -> None:
+    ca = authority(tmp_path)
+    cert, key = certificate(tmp_path, "server", "weightplane")
+    security = Security(tls=Tls(cert, key), tokens=parse_tokens("inference right-token-0123456789"))
+    good: dict[str, Any] = {"token": "right-token-0123456789"}
+    if by == "certificate":
+        security = Security(tls=Tls(cert, key, client_ca=ca))
+        mine = certificate(tmp_path, "replica", "inference/r")
+        good = {"cert_pem": mine[0].read_bytes(), "key_pem": mine[1].read_bytes()}
+    with server(security=security) as s:
+        engine = TorchModuleEngine(Constant())
+        agent = InferenceAgent(Dial(s.address, tls=True, ca_pem=ca.read_bytes(), **good), "g", "r", engine)
+        agent.start()
+        try:
+            assert agent.wait_live(), agent.status()
+            eventually(lambda: agent.status().heartbeat is HelperStatus.LIVE, what="heartbeats")
+        finally:
+            agent.stop()
+        bad = Dial(s.address, tls=True, ca_pem=ca.read_bytes(), token="wrong")
+        stranger = InferenceAgent(bad, "g", "stranger", engine)
+        stranger.start()
+        try:
+            eventually(lambda: stranger.status().error)
+            assert stranger.status().session is SessionStatus.CONNECTING and "wrong" not in stranger.status().error
+            assert "stranger" not in s.state().replicas
+        finally:
+            stranger.stop()
