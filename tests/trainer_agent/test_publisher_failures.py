@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.trainer_agent.fleet import Fleet, eventually, fill, fleet, hook, same
+from weightplane.controlplane.core.model import Liveness
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent import hashing
@@ -120,8 +121,9 @@ def test_options_are_checked() -> None:
         ({"mode": "sideways"}, "mode: expected one of"),
         ({"commit_policy": 0}, "commit_policy: expected 'all'"),
         ({"commit_policy": "most"}, "commit_policy: expected 'all'"),
-        ({"update_timeout": 0}, "update_timeout"),
-        ({"prepare_timeout": 200.0}, "prepare_timeout"),
+        ({"update_timeout": 0.01}, "update_timeout"),
+        ({"prepare_timeout": 200.0, "update_timeout": 100.0}, "prepare_timeout"),
+        ({"failure": "continue_stale"}, "max_stale_versions: expected at least 1"),
         ({"failure": "hope"}, "hope"),
         ({"rank": 2}, "rank: expected 0..0"),
         ({"world_size": 2}, "incarnation: expected a text that is equal on all ranks"),
@@ -215,6 +217,7 @@ def test_a_replica_that_dies_in_mid_transfer_fails_the_update_by_name(pair: Flee
     with hook("trainer.update.armed", lambda n: kill(pair, "r1")), pytest.raises(UpdateFailed) as caught:
         publisher.publish(2, update_timeout=20)
     assert "r1" in caught.value.failures, caught.value
+    eventually(lambda: pair.state().replicas["r1"].liveness is not Liveness.LIVE)
     module = Model()
     publisher.source = ModuleSource(module)
     receipt = publisher.publish(3)
@@ -261,6 +264,41 @@ def test_continue_stale_returns_a_receipt_that_says_so_until_the_bound(pair: Fle
         publisher.publish(4, exclude=("r0", "r1"))
     assert publisher.publish(5).committed
     assert publisher.publish(6, exclude=("r0", "r1")).stale == 1
+
+
+def test_the_groups_failure_policy_holds_unless_the_publish_says_otherwise(pair: Fleet) -> None:
+    from weightplane.v1 import fleet_pb2
+
+    publisher = pair.publisher(Model())
+    publisher.publish(1)
+    policy = fleet_pb2.GroupPolicy(
+        failure=fleet_pb2.FAILURE_POLICY_CONTINUE_STALE, max_stale_versions=1, update_timeout_ms=7000
+    )
+    request = fleet_pb2.UpdateGroupRequest(request_id="policy", group="g", policy=policy)
+    publisher._hold.client.call("UpdateGroup", request, time.monotonic() + 5)
+    with pytest.raises(UpdateRefused):
+        publisher.publish(2, exclude=("r0", "r1"), failure="raise")
+    publisher.publish(3)
+    assert publisher.publish(4, exclude=("r0", "r1")).stale == 1
+    with pytest.raises(UpdateRefused):
+        publisher.publish(5, exclude=("r0", "r1"))
+    receipt = publisher.publish(6)
+    update = pair.state().history[receipt.update_id]
+    assert update.deadline - update.started_at == pytest.approx(7.0)
+
+
+def test_a_lost_store_is_asked_anew(pair: Fleet) -> None:
+    from weightplane.controlplane.store.memory import Disk
+
+    module = Model()
+    publisher = pair.publisher(module)
+    publisher.publish(1)
+    pair.plane.stop()
+    pair.plane.disk = Disk()
+    pair.plane.start()
+    eventually(lambda: len([r for r in pair.state().replicas.values() if r.reported]) == 2)
+    receipt = publisher.publish(2, update_timeout=20)
+    assert set(receipt.ready) == {"r0", "r1"} and all(same(e, module) for e in pair.engines.values())
 
 
 def test_staged_and_in_place_replicas_take_one_update(f: Fleet) -> None:

@@ -30,11 +30,11 @@ from .sources_gather import GatherSource
 from .stop import Stop
 from .transfer import Transfer
 
-__all__ = ["SETTLE_S", "Attempt"]
+__all__ = ["Attempt"]
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 0.7  # wait this long for an aborted update's last word before raising
+_SETTLE_S = 0.7  # wait this long for an aborted update's last word before raising
 _OUTCOME_S = 10.0  # and this long past the deadline for an outcome that is not known
 
 
@@ -42,8 +42,7 @@ _OUTCOME_S = 10.0  # and this long past the deadline for an outcome that is not 
 class Attempt:
     """One StartUpdate … FinishUpdate. ``run`` once; ``notice`` from the watch thread.
 
-    ``on_source_free``: every participant has read everything. ``settle_s``: how long to wait for the last word of an
-    update that was aborted.
+    ``on_source_free``: every participant has read everything.
     """
 
     rank: Rank
@@ -54,7 +53,6 @@ class Attempt:
     manifest: Manifest
     stop: Stop
     on_source_free: Callable[[], None]
-    settle_s: float = SETTLE_S
     update_id: str = ""
     version: int = 0
     epoch: int = 0
@@ -161,7 +159,16 @@ class Attempt:
         )
         answer: wt.FinishUpdateResponse = r.client.call("FinishUpdate", request, self._deadline + 2.0, self.stop)
         hit("trainer.finish.after")
-        return answer.update
+        return self._flipped(answer.update)
+
+    def _flipped(self, update: update_pb2.UpdateInfo) -> update_pb2.UpdateInfo:
+        """A committed update, once its replicas serve it. A coordinator that restarted after the decision answers
+        before they are back; it takes those not back within two TTL for absent, and so do we."""
+        end = min(self._deadline, time.monotonic() + 2 * self.rank.ttl_s)
+        while _unresolved(update) and time.monotonic() < end:
+            time.sleep(0.02)
+            update = self._ask(end) or update
+        return update
 
     def _watchdog(self) -> threading.Timer | None:
         """Shortly before the deadline: name this rank if it is stuck in the user's own collective."""
@@ -299,8 +306,8 @@ class Attempt:
         return answer.update
 
     def _settle(self, update: update_pb2.UpdateInfo | None) -> update_pb2.UpdateInfo | None:
-        """The last word of an update that ends, with every replica's outcome; waited for ``settle_s`` at most."""
-        end = time.monotonic() + self.settle_s
+        """The last word of an update that ends, with every replica's outcome; waited for ``_SETTLE_S`` at most."""
+        end = time.monotonic() + _SETTLE_S
         while True:
             found = self._ask(end)
             update = found if found is not None else update
@@ -317,7 +324,7 @@ class Attempt:
             if update is not None and is_over(update):
                 if is_aborted(update):
                     raise AttemptFailed(failure_from_proto(update.failure), update) from error
-                return update
+                return self._flipped(update)
             time.sleep(pause)
             pause = min(0.5, 2 * pause)
         raise self._unknown(error)
@@ -325,3 +332,9 @@ class Attempt:
     def _unknown(self, error: BaseException) -> OutcomeUnknown:
         message = f"whether update {self.update_id} (version {self.version}) committed is not known: {error}"
         return OutcomeUnknown(Failure(Reason.UNKNOWN_OUTCOME, message), update_id=self.update_id, version=self.version)
+
+
+def _unresolved(update: update_pb2.UpdateInfo) -> bool:
+    """Whether a participant of a committed update was neither seen to serve it nor to fail."""
+    on_its_way = (update_pb2.WEIGHTS_STATE_PENDING, update_pb2.WEIGHTS_STATE_JOINING)
+    return any(o.state in on_its_way and not o.excluded and not o.HasField("failure") for o in update.outcomes)

@@ -78,12 +78,13 @@ class Client:
                 raise found from None
             return found
 
+    def unreachable(self, error: Unanswered) -> CoordinatorUnreachable:
+        """The exception for a call that opens nothing and got no answer."""
+        where = f"the control plane at {self.dial.address} did not answer"
+        return CoordinatorUnreachable(
+            Failure(Reason.DEADLINE, f"{where}: {error}. Is it running, and is this its address?")
+        )
+
     def close(self) -> None:
         """Close the connection; open calls end as cancelled."""
         self._channel.close()
-
-
-def unreachable(error: Unanswered, address: str) -> CoordinatorUnreachable:
-    """The exception for a call that opens nothing and got no answer."""
-    message = f"the control plane at {address} did not answer: {error}. Is it running, and is this its address?"
-    return CoordinatorUnreachable(Failure(Reason.DEADLINE, message))

@@ -8,19 +8,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.v1 import update_pb2
+from weightplane.v1 import common_pb2, update_pb2
 
 from .channels import ChannelPool
 from .client import Client
 from .errors import failure_from_proto
 from .plans import PlanCache
 
-__all__ = ["AttemptFailed", "Rank", "RanksDisagree", "UpdateEnded", "UserCode", "is_over", "is_undecided"]
+__all__ = [
+    "AttemptFailed",
+    "Rank",
+    "RanksDisagree",
+    "UpdateEnded",
+    "UserCode",
+    "failures_of",
+    "guilty",
+    "is_aborted",
+    "is_over",
+    "is_undecided",
+]
 
 _UNDECIDED = frozenset(
     {update_pb2.UPDATE_PHASE_PREPARING, update_pb2.UPDATE_PHASE_TRANSFERRING, update_pb2.UPDATE_PHASE_VERIFYING}
 )
 _QUOTED = re.compile(r"'([^']+/\d+)'")
+#: Failures that a replica does not have for the sole reason that the update is being aborted.
+_OWN = frozenset(
+    {
+        Reason.MEMBER_LOST,
+        Reason.ENGINE,
+        Reason.RESOURCE,
+        Reason.DIGEST_MISMATCH,
+        Reason.INCOMPLETE,
+        Reason.MANIFEST_MISMATCH,
+        Reason.CAPABILITY,
+    }
+)
 _ABORTS = frozenset({update_pb2.UPDATE_PHASE_ABORTING, update_pb2.UPDATE_PHASE_ABORTED})
 
 
@@ -65,16 +88,27 @@ class AttemptFailed(Exception):
         self.failure, self.update, self.refused = failure, update, refused
 
 
-def blamed(update: update_pb2.UpdateInfo) -> dict[str, Failure]:
-    """The replicas that an aborted update failed by: their own failures, and peers that a sending rank lost (whose
-    names its words quote). Equal on all ranks."""
+def failures_of(update: update_pb2.UpdateInfo) -> dict[str, Failure]:
+    """Each replica that says it failed, and each peer that a sending rank lost (whose names its words quote)."""
     found = {o.replica_id: failure_from_proto(o.failure) for o in update.outcomes if o.HasField("failure")}
     failure = failure_from_proto(update.failure)
-    quoted = {name.rpartition("/")[0] for name in _QUOTED.findall(failure.message)}
-    for p in update.participants:
-        if p.replica_id in quoted and p.replica_id not in found:
-            found[p.replica_id] = Failure(Reason.TRANSPORT, failure.message, p.replica_id, failure.phase)
+    for replica_id in _lost_peers(update):
+        found.setdefault(replica_id, Failure(Reason.TRANSPORT, failure.message, replica_id, failure.phase))
     return found
+
+
+def guilty(update: update_pb2.UpdateInfo) -> set[str]:
+    """The replicas that an aborted update failed by; the others failed only because it was aborted. Once the update is
+    drained this is equal on all ranks."""
+    own = {o.replica_id for o in update.outcomes if o.unquiesced or failure_from_proto(o.failure).reason in _OWN}
+    named = {p.replica_id for p in update.participants if p.replica_id == update.failure.member}
+    restarted = update.failure.reason == common_pb2.REASON_MEMBER_RESTARTED
+    return own | _lost_peers(update) | (set() if restarted else named)
+
+
+def _lost_peers(update: update_pb2.UpdateInfo) -> set[str]:
+    quoted = {name.rpartition("/")[0] for name in _QUOTED.findall(update.failure.message)}
+    return {p.replica_id for p in update.participants if p.replica_id in quoted}
 
 
 @dataclass

@@ -139,12 +139,6 @@ def failure_from_proto(f: common_pb2.Failure) -> Failure:
     return Failure(reason, f.message, f.member, f.phase, tuple(f.tensors), f.tensor_count)
 
 
-def failures_of(update: update_pb2.UpdateInfo | None) -> dict[str, Failure]:
-    """Each replica of an update that failed, and why."""
-    outcomes = update.outcomes if update is not None else ()
-    return {o.replica_id: failure_from_proto(o.failure) for o in outcomes if o.HasField("failure")}
-
-
 def error_from_rpc(method: str, error: grpc.RpcError) -> RpcRefused | Unanswered:
     """What a failed call says: a refusal with its details, or that there was no answer."""
     call: Any = error

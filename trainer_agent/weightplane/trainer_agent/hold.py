@@ -9,29 +9,32 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.placement import Piece
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.failpoints import hit
 from weightplane.controlplane.host import host_id
-from weightplane.v1 import fleet_pb2, update_pb2
+from weightplane.v1 import update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
 from .channels import ChannelPool, offers_for
-from .client import Client, unreachable
+from .client import Client
 from .context import Rank
 from .errors import CallRefused, PublishError, RpcRefused, TrainerFenced, TrainerHeld, Unanswered
 from .plans import PlanCache, manifest_pages, placement_pages
+from .questions import Questions
 from .sources import Source, member_name
 from .stop import Stop
 from .watching import Notice, Watch
 
-__all__ = ["Hold", "HoldSettings"]
+__all__ = ["NEVER_GRANTED", "Hold", "HoldSettings"]
 
 log = logging.getLogger(__name__)
 
+#: What a coordinator whose store was lost says of our generation: nobody fenced us, so we may ask again.
+NEVER_GRANTED = "was never granted"
 _KNOWN = 8  # manifests that the coordinator is taken to remember
 
 
@@ -59,6 +62,7 @@ class Hold:
         self.settings = settings
         self.group = settings.group
         self.client = Client(settings.dial)
+        self.questions = Questions(self.client, settings.group)
         self.pool = ChannelPool(settings.group, member_name(settings.rank))
         self.plans = PlanCache()
         self.generation = 0
@@ -109,11 +113,19 @@ class Hold:
                 raise TrainerFenced(e.failure) from None
             raise CallRefused(e.failure) from None
         except Unanswered as e:
-            raise unreachable(e, self.settings.dial.address) from None
+            raise self.client.unreachable(e) from None
 
     def bind(self, deadline: float, stop: Stop) -> wt.InitTransferResponse:
         """One InitTransfer. Raises ``RpcRefused``, ``Unanswered``, or ``stop``'s reason."""
-        answer = self._init_transfer(deadline, stop)
+        try:
+            answer = self._init_transfer(deadline, stop)
+        except RpcRefused as e:
+            if not self.generation or NEVER_GRANTED not in e.failure.message:
+                raise
+            log.warning("group %s: the control plane lost its store; asking for the hold anew", self.group)
+            self.generation = 0
+            answer = self._init_transfer(deadline, stop)
+        hit("trainer.init.after")
         if answer.epoch != self.epoch:
             self._known.clear()  # another coordinator, or the same one restarted: it remembers no manifest
         self.epoch = answer.epoch
@@ -229,50 +241,6 @@ class Hold:
             self.request_ids,
         )
 
-    # --- questions ---
-
-    def wait_for_replicas(self, count: int, deadline: float) -> tuple[str, ...]:
-        """See ``Publisher.wait_for_replicas``."""
-        seen: dict[str, str] = {}
-        while True:
-            ready = []
-            for info in self._replicas(deadline):
-                why = _not_ready(info)
-                if why:
-                    seen[info.replica_id] = why
-                else:
-                    ready.append(info.replica_id)
-            if len(ready) >= count:
-                return tuple(sorted(ready))
-            if time.monotonic() + 0.1 >= deadline:
-                others = "; ".join(f"{r}: {w}" for r, w in sorted(seen.items()) if r not in ready)
-                found = f"found {len(ready)} ({', '.join(ready) or 'none'}){'; ' + others if others else ''}"
-                raise TimeoutError(f"group {self.group!r}: expected {count} replica(s), {found}")
-            self.check()
-            time.sleep(0.1)
-
-    def _replicas(self, deadline: float) -> list[Any]:
-        try:
-            answer = self.client.call("ListReplicas", fleet_pb2.ListReplicasRequest(group=self.group), deadline)
-            return list(answer.replicas)
-        except RpcRefused as e:
-            if e.failure.reason is Reason.UNKNOWN_GROUP:
-                return []
-            raise CallRefused(e.failure) from None
-        except Unanswered as e:
-            raise unreachable(e, self.settings.dial.address) from None
-
-    def outcome(self, update_id: str, deadline: float) -> update_pb2.UpdateInfo:
-        """See ``Publisher.outcome``."""
-        try:
-            request = wt.GetUpdateRequest(group=self.group, update_id=update_id)
-            answer: wt.GetUpdateResponse = self.client.call("GetUpdate", request, deadline)
-        except RpcRefused as e:
-            raise CallRefused(e.failure) from None
-        except Unanswered as e:
-            raise unreachable(e, self.settings.dial.address) from None
-        return answer.update
-
     def close(self) -> None:
         """Give up the hold. What fails here is logged: the lease ends by itself."""
         if self.telling is not None:
@@ -289,15 +257,6 @@ class Hold:
             self._watch.close()
         self.pool.close()
         self.client.close()
-
-
-def _not_ready(info: fleet_pb2.ReplicaInfo) -> str:
-    """Why a replica may not take part in an update; empty if it may."""
-    if info.liveness != fleet_pb2.LIVENESS_LIVE:
-        return f"it is {fleet_pb2.Liveness.Name(info.liveness).removeprefix('LIVENESS_')}"
-    if info.admin not in (fleet_pb2.ADMIN_STATE_ACTIVE, fleet_pb2.ADMIN_STATE_QUARANTINED):
-        return f"it is {fleet_pb2.AdminState.Name(info.admin).removeprefix('ADMIN_STATE_')}"
-    return ""
 
 
 def _device_uuid() -> str:

@@ -16,9 +16,11 @@ __all__ = ["FailurePolicy", "PublishOptions"]
 class FailurePolicy(StrEnum):
     """What ``publish`` does when an update does not commit."""
 
+    #: As the group's policy says, with its ``max_stale_versions``.
+    GROUP = ""
     #: Once more, without the replicas that failed, inside the same deadline; then raise.
     RETRY = "retry"
-    #: Return a receipt that says so; raise after ``max_stale_versions`` in a row.
+    #: Return a receipt that says so, at most ``max_stale_versions`` times in a row; then raise.
     CONTINUE_STALE = "continue_stale"
     #: Raise.
     RAISE = "raise"
@@ -61,7 +63,8 @@ class PublishOptions:
     ``mode``: staged | in_place (a preference; the receipt names each replica's). ``pause``: keep | wait | abort.
     ``cache``: clear | keep | salt. ``verify``: off | sampled | full. ``commit_policy``: "all", or the least number of
     replicas. ``on_busy``: refuse | wait | supersede. ``update_timeout``: seconds for the whole update, also of a retry;
-    ``prepare_timeout``: until every replica must have voted; 0 = a second less.
+    0 = the group's. ``prepare_timeout``: until every replica must have voted; 0 = a second less. ``failure``: see
+    ``FailurePolicy``; ``continue_stale`` needs a ``max_stale_versions``.
     """
 
     mode: str = ""
@@ -72,9 +75,9 @@ class PublishOptions:
     on_busy: str = "wait"
     replica_selector: Mapping[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
-    failure: FailurePolicy = FailurePolicy.RAISE
+    failure: FailurePolicy = FailurePolicy.GROUP
     max_stale_versions: int = 0
-    update_timeout: float = 120.0
+    update_timeout: float = 0.0
     prepare_timeout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -93,14 +96,16 @@ class PublishOptions:
             raise ValueError(f"commit_policy: expected 'all' or a number of replicas, at least 1, found {policy!r}")
         object.__setattr__(self, "failure", FailurePolicy(self.failure))
         object.__setattr__(self, "exclude", tuple(self.exclude))
-        if not 0.05 <= self.update_timeout <= 86400:
-            raise ValueError(f"update_timeout: expected 0.05..86400 seconds, found {self.update_timeout}")
-        if not 0 <= self.prepare_timeout <= self.update_timeout:
+        if self.update_timeout and not 0.05 <= self.update_timeout <= 86400:
+            raise ValueError(f"update_timeout: expected 0.05..86400 seconds or 0, found {self.update_timeout}")
+        if not 0 <= self.prepare_timeout <= (self.update_timeout or 86400):
             raise ValueError(
                 f"prepare_timeout: expected 0..{self.update_timeout} seconds, found {self.prepare_timeout}"
             )
         if self.max_stale_versions < 0:
             raise ValueError(f"max_stale_versions: expected 0 or more, found {self.max_stale_versions}")
+        if self.failure is FailurePolicy.CONTINUE_STALE and not self.max_stale_versions:
+            raise ValueError("max_stale_versions: expected at least 1 with failure='continue_stale', found 0")
 
     def override(self, overrides: Mapping[str, Any]) -> PublishOptions:
         """These options with some changed. ``TypeError`` names an unknown one."""

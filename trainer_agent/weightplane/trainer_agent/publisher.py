@@ -31,7 +31,7 @@ from weightplane.v1 import update_pb2
 from .collective import default_incarnation
 from .errors import ForkedProcessError, PublisherClosed, UpdateFailed
 from .hold import Hold, HoldSettings
-from .options import FailurePolicy, PublishOptions
+from .options import PublishOptions
 from .publishing import Publishing
 from .receipt import PublishReceipt
 from .sources import Source
@@ -163,7 +163,7 @@ class Publisher:
         Raises ``TimeoutError`` that names those seen and why the others may not.
         """
         self._check()
-        return self._hold.wait_for_replicas(count, time.monotonic() + timeout)
+        return self._hold.questions.wait_for_replicas(count, time.monotonic() + timeout, self._hold.check)
 
     # --- publish ---
 
@@ -230,7 +230,7 @@ class Publisher:
     def outcome(self, update_id: str, timeout: float = 10.0) -> update_pb2.UpdateInfo:
         """What became of an update (after ``OutcomeUnknown``). Raises ``CallRefused`` if it is not known."""
         self._check()
-        return self._hold.outcome(update_id, time.monotonic() + timeout)
+        return self._hold.questions.outcome(update_id, time.monotonic() + timeout)
 
     # --- close ---
 
@@ -305,8 +305,7 @@ class Publisher:
             receipt = work.run()
         except UpdateFailed as e:
             self._stale += 1
-            within = options.max_stale_versions == 0 or self._stale <= options.max_stale_versions
-            if options.failure is not FailurePolicy.CONTINUE_STALE or not within or not work.may_go_stale(e):
+            if not work.goes_stale(e, self._stale - 1):
                 raise
             log.warning("group %s goes on with old weights (%d in a row): %s", self._hold.group, self._stale, e)
             return work.stale_receipt(e, self._stale)

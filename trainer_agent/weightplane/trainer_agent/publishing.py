@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.v1 import update_pb2
+from weightplane.v1 import fleet_pb2, update_pb2
 
-from .attempt import SETTLE_S, Attempt
+from .attempt import Attempt
 from .collective import start_request_id, tell_others
-from .context import AttemptFailed, blamed, is_undecided
+from .context import AttemptFailed, failures_of, guilty, is_undecided
 from .errors import OutcomeUnknown, PublishError, RpcRefused, TrainerFenced, Unanswered, UpdateFailed, UpdateRefused
-from .hold import Hold
+from .hold import NEVER_GRANTED, Hold
 from .options import FailurePolicy, PublishOptions
 from .receipt import PublishReceipt, receipt_of
 from .sources import Source
@@ -29,10 +29,17 @@ log = logging.getLogger(__name__)
 _ROUNDS = 8  # of binding again, should replicas join and leave all the time
 _DRAIN_S = 8.0  # an aborted update is drained by then: only then do all ranks read the same outcomes
 _TELL_S = 30.0
+_BEFORE_S = 600.0  # for what comes before the update's own clock, if the group's time-out is to hold
 _GRACE_S = 0.5
 
 #: Failures after which a second attempt may go better although no replica is to blame.
 _PASSING = frozenset({Reason.COORDINATOR_RESTARTED, Reason.MEMBER_RESTARTED})
+_POLICIES = {
+    fleet_pb2.FAILURE_POLICY_RETRY: FailurePolicy.RETRY,
+    fleet_pb2.FAILURE_POLICY_CONTINUE_STALE: FailurePolicy.CONTINUE_STALE,
+}
+#: Failures that CONTINUE_STALE does not forgive: they would come again, or the ranks are no longer in step.
+_MISTAKES = frozenset({Reason.INVALID_ARGUMENT, Reason.REQUEST_ID_REUSED, Reason.PEER_RANK_FAILED})
 
 
 class _Opened(Exception):
@@ -56,7 +63,7 @@ class Publishing:
         self._step, self._number = step, number
         self._stop, self._source_free = stop, source_free
         self._began = time.monotonic()
-        self._retries = 0
+        self._retries = 0  # attempts beyond the first
 
     def run(self) -> PublishReceipt:
         """Publish; raises ``UpdateFailed``, ``TrainerFenced``, or what the source or the caller raised."""
@@ -75,25 +82,41 @@ class Publishing:
             telling.set(PublishError(Failure(Reason.SUPERSEDED, "a newer publish began")))
 
     def _attempts(self) -> PublishReceipt:
+        """The first attempt, and under RETRY a second one."""
         options = self._options
-        last = 1 if options.failure is FailurePolicy.RETRY else 0
         while True:
             try:
-                return self._attempt(options, final=self._retries == last)
+                receipt = self._attempt(options)
             except AttemptFailed as e:
-                again = self._again(e, options) if self._retries < last else None
+                policy = self._policy()
+                again = self._again(e, options) if policy is FailurePolicy.RETRY and not self._retries else None
                 if again is None:
                     raise self._failed(e) from e.__cause__
                 log.warning("group %s: publish of step %d, once more: %s", self._hold.group, self._step, e)
                 options = again
                 self._retries += 1
+            else:
+                where = {"group": self._hold.group, "update_id": receipt.update_id, "version": receipt.version}
+                log.info("step %d is committed as version %d", self._step, receipt.version, extra=where)
+                return receipt
 
-    def _attempt(self, options: PublishOptions, *, final: bool) -> PublishReceipt:
+    def _policy(self) -> FailurePolicy:
+        """What to do about a failure: as asked, else as the group says."""
+        if self._options.failure is FailurePolicy.GROUP:
+            policy = self._hold.questions.policy()
+            stale = policy.max_stale_versions
+            failure = _POLICIES.get(policy.failure, FailurePolicy.RAISE)
+            if failure is FailurePolicy.CONTINUE_STALE and not stale:
+                failure = FailurePolicy.RAISE
+            self._options = replace(self._options, failure=failure, max_stale_versions=stale)
+        return self._options.failure
+
+    def _attempt(self, options: PublishOptions) -> PublishReceipt:
         hold = self._hold
         request_id = start_request_id(hold.settings.incarnation, hold.generation, self._number, self._retries)
         hold.request_ids.append(request_id)
         del hold.request_ids[:-8]
-        deadline = time.monotonic() + options.update_timeout
+        deadline = time.monotonic() + (options.update_timeout or _BEFORE_S)
         stop = Stop()
         self._stop.on_set(stop.set)
         try:
@@ -112,7 +135,6 @@ class Publishing:
                 manifest,
                 stop,
                 self._source_free,
-                settle_s=SETTLE_S if final else _DRAIN_S,
             )
             hold.listen(attempt.notice, stop)
             if round_ or hold.settings.world_size > 1:
@@ -166,6 +188,8 @@ class Publishing:
             known = self._hold.knows(manifest.id)
             self._hold.forget(manifest.id)
             return known
+        if failure.reason is Reason.INVALID_ARGUMENT and NEVER_GRANTED in failure.message:
+            return True
         return failure.reason is Reason.REBIND_REQUIRED
 
     # --- failures ---
@@ -180,26 +204,35 @@ class Publishing:
             return UpdateRefused(Failure(Reason.DEADLINE, f"the control plane did not answer: {error}"))
         return error
 
+    def goes_stale(self, error: UpdateFailed, before: int) -> bool:
+        """Whether the trainer may go on with old weights after ``before`` failed publishes in a row: the policy says
+        so, what failed is over, and it is not the trainer's own mistake."""
+        if self._policy() is not FailurePolicy.CONTINUE_STALE or before >= self._options.max_stale_versions:
+            return False
+        return not isinstance(error, OutcomeUnknown) and error.reason not in _MISTAKES
+
     def _failed(self, e: AttemptFailed) -> PublishError:
         if e.failure.reason is Reason.SUPERSEDED and self._hold.fenced(_GRACE_S):
             return TrainerFenced(e.failure)
         if e.refused:
             return UpdateRefused(e.failure, update=e.update)
-        return UpdateFailed(e.failure, blamed(e.update) if e.update is not None else {}, e.update)
+        return UpdateFailed(e.failure, failures_of(e.update) if e.update is not None else {}, e.update)
 
     def _again(self, e: AttemptFailed, options: PublishOptions) -> PublishOptions | None:
         """The options of a second attempt, equal on all ranks; ``None`` if there is none to be made."""
-        update = e.update
-        if e.refused or update is None or update.phase != update_pb2.UPDATE_PHASE_ABORTED:
+        if e.refused or e.update is None:
             return None
-        guilty = {r for r, f in blamed(update).items() if f.reason is not Reason.MEMBER_RESTARTED}
-        guilty |= {o.replica_id for o in update.outcomes if o.unquiesced}
-        if not guilty and e.failure.reason not in _PASSING:
+        update = self._hold.questions.drained(e.update.update_id, time.monotonic() + _DRAIN_S)
+        if update is None:
             return None
-        left = round(options.update_timeout - update.timings.total_s, 1)
+        without = guilty(update)
+        if not without and e.failure.reason not in _PASSING:
+            return None
+        whole = options.update_timeout or self._hold.questions.policy().update_timeout_ms / 1000
+        left = round(whole - update.timings.total_s, 1)  # equal on all ranks, unlike what their clocks say
         if left < 0.5:
             return None
-        exclude = tuple(sorted({*options.exclude, *guilty}))
+        exclude = tuple(sorted({*options.exclude, *without}))
         prepare = min(options.prepare_timeout, left)
         return replace(options, exclude=exclude, update_timeout=left, prepare_timeout=prepare)
 
@@ -221,13 +254,6 @@ class Publishing:
             hold.telling,
             _TELL_S,
         )
-
-    @staticmethod
-    def may_go_stale(error: UpdateFailed) -> bool:
-        """Whether the trainer may go on as if nothing had happened: what failed is over, and is not its own mistake."""
-        if isinstance(error, OutcomeUnknown):
-            return False
-        return error.reason not in (Reason.INVALID_ARGUMENT, Reason.REQUEST_ID_REUSED, Reason.PEER_RANK_FAILED)
 
     def stale_receipt(self, error: UpdateFailed, stale: int) -> PublishReceipt:
         """The receipt of a publish that failed, under CONTINUE_STALE."""
