@@ -80,6 +80,12 @@ def generate(
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
     if not prompts or max_new_tokens < 1:
         return [Completion() for _ in prompts]
+    longest, limit = max(map(len, prompts)), model.config.max_len
+    if longest + max_new_tokens > limit:
+        raise ValueError(f"a prompt of {longest} and {max_new_tokens} new tokens exceed the model's max_len {limit}")
+    vocab = model.config.vocab_size
+    if not all(0 <= token < vocab for prompt in prompts for token in prompt):
+        raise ValueError(f"the prompts hold a token id outside 0 ... {vocab - 1}")
     prefix, pad = _left_pad(prompts, model.embed.weight.device)
     generator = torch.Generator().manual_seed(seed)
     cache = model.new_cache(len(prompts)) if use_cache else None
