@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
-from _common import SAMPLES, WARM_UPS, Report, Result, parser
+from _common import SAMPLES, WARM_UPS, Report, Result, Rounds, parser
 from control_plane_agents import GROUP, dial
 
 from weightplane.controlplane.core.manifest import Manifest
@@ -34,14 +35,16 @@ BARRIER_S, PUBLISH_S, BEATS_CORES = 0.30, 0.015, 0.30
 SERVER = """
 import asyncio, sys
 from pathlib import Path
+from typing import Any
 from weightplane.controlplane.core.model import Config
-from weightplane.controlplane.server.app import ServerConfig, serve
+from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
 from weightplane.controlplane.server.security import Security, Tls
 from weightplane.controlplane.store import open_store
 async def main(file, *tls):
     security = Security(tls=Tls(*map(Path, tls))) if tls else Security()
     config = Config(ttl_s=600.0, routing_budget_s=3600.0)
     running = await serve(ServerConfig(open_store(f"sqlite:{file}"), security=security, core=config))
+    tune_collector()
     print(running.address, flush=True)
     await running.wait()
 asyncio.run(main(*sys.argv[1:]))
@@ -85,7 +88,7 @@ class Trainer:
         self.generation = 0
         self.numbers = iter(range(1 << 30))
 
-    def named(self) -> dict[str, object]:
+    def named(self) -> dict[str, Any]:
         """The fields that every call has."""
         return {"request_id": f"q{next(self.numbers)}", "group": GROUP, "generation": self.generation}
 
@@ -112,15 +115,17 @@ class Trainer:
         await self.stub.AbortUpdate(wt.AbortUpdateRequest(**self.named(), reason="again"), timeout=60)
         await asyncio.sleep(0.5)
 
-    async def publish(self) -> None:
-        """A whole update of nothing."""
+    async def publish(self) -> float:
+        """A whole update of nothing; the seconds that it took."""
+        began = time.perf_counter()
         u = await self.start()
-        of = {"update_id": u.update_id, "epoch": u.epoch}
+        of: dict[str, Any] = {"update_id": u.update_id, "epoch": u.epoch}
         await self.stub.UpdateWeights(wt.UpdateWeightsRequest(**self.named(), **of, seq=1), timeout=60)
         for c in u.channels:
             await self.stub.PutDigests(wt.PutDigestsRequest(**self.named(), **of, plan_id=c.plan_id), timeout=60)
         done = await self.stub.FinishUpdate(wt.FinishUpdateRequest(**self.named(), **of), timeout=60)
         assert len(done.update.outcomes) == len(u.participants)
+        return time.perf_counter() - began
 
 
 def cpu_s(pid: int) -> float:
@@ -129,8 +134,9 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(report: Report, folder: Path, kind: str, agents: int, samples: int, seconds: float) -> None:
+async def measure(report: Report, folder: Path, kind: str, agents: int, samples: int, patience: float) -> None:
     """All cases, plaintext or mTLS."""
+    seconds = 1.0 if samples < SAMPLES else 2.0
     server_tls, client_tls = certificates(folder) if kind == "mTLS" else ([], [])
     with process("-c", SERVER, str(folder / f"{kind}.db"), *server_tls) as server:
         address = line(server)
@@ -138,13 +144,15 @@ async def measure(report: Report, folder: Path, kind: str, agents: int, samples:
             print(f"{kind}: {line(fleet)}")
             trainer = Trainer(address, client_tls)
             await trainer.init()
+            pids = [server.pid, fleet.pid]
             barrier: list[float] = []
-            for n in range(WARM_UPS + samples):
+            rounds = Rounds(samples, WARM_UPS, pids, patience)
+            for counts in rounds:
                 began = time.perf_counter()
                 started = await trainer.start()
                 took = time.perf_counter() - began
                 assert len(started.participants) == agents
-                barrier.extend([took] if n >= WARM_UPS else [])
+                barrier.extend([took] if counts and not rounds.spoilt() else [])
                 await trainer.abort()
             case = f"start barrier, {agents} agents, {kind}"
             report.add(Result.of(case, "s", barrier, BARRIER_S, less_is_better=True))
@@ -164,11 +172,11 @@ async def measure(report: Report, folder: Path, kind: str, agents: int, samples:
             print(f"{kind}: {line(fleet)}")
             trainer = Trainer(address, client_tls)
             await trainer.init()
-            publish = []
-            for n in range(10 * (WARM_UPS + samples)):
-                began = time.perf_counter()
-                await trainer.publish()
-                publish.extend([time.perf_counter() - began] if n >= 10 * WARM_UPS else [])
+            publish: list[float] = []
+            rounds = Rounds(samples, WARM_UPS, [server.pid, fleet.pid], patience)
+            for counts in rounds:  # ten publishes a round: one is shorter than a tick of the clock that sees the load
+                took_each = [await trainer.publish() for _ in range(10)]
+                publish.extend(took_each if counts and not rounds.spoilt() else [])
             case = f"empty publish to 8 replicas, {kind}"
             report.add(Result.of(case, "s", publish, PUBLISH_S, less_is_better=True))
             await trainer.channel.close()
@@ -190,11 +198,11 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--agents", type=int, default=1000, help="how many agents (default 1000)")
     asked = options.parse_args()
-    samples, seconds = (3, 1.0) if asked.quick else (SAMPLES, 2.0)
+    samples = 3 if asked.quick else SAMPLES
     report = Report("control_plane")
     with tempfile.TemporaryDirectory(prefix="weightplane-bench-") as folder:
         for kind in ("plaintext", "mTLS"):
-            asyncio.run(measure(report, Path(folder), kind, asked.agents, samples, seconds))
+            asyncio.run(measure(report, Path(folder), kind, asked.agents, samples, asked.patience))
     report.write(asked.json)
 
 

@@ -6,13 +6,14 @@ import asyncio
 import sys
 
 from tests.server.scripted import FAST
-from weightplane.controlplane.server.app import ServerConfig, serve
+from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
 from weightplane.controlplane.store.sqlite import SqliteStore
 
 
 async def main(file: str, port: str) -> None:
     """Serve until killed."""
     running = await serve(ServerConfig(SqliteStore(file), f"127.0.0.1:{port}", core=FAST))
+    tune_collector()
     sys.stdout.write(f"serving {running.address}\n")
     sys.stdout.flush()
     await running.wait()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .events import ReadBack, StepDown, Stored
+from .evolve import replace
 from .model import Phase, Stage, Update, Weights
 from .reasons import Failure, Reason
 from .tx import Tx

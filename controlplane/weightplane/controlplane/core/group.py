@@ -7,7 +7,6 @@ words what happened, also when nothing did.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from . import ending, members, operators, progress, trainers, updates
@@ -38,6 +37,7 @@ from .events import (
     Verified,
     WorkerPlacement,
 )
+from .evolve import replace
 from .model import GroupState, Phase, Replica, Trainer, Update
 from .reasons import Failure, Reason
 from .tx import Tx

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from . import progress
 from .events import Beat, EndSession, Leave, ReplicaHello, Report, WorkerPlacement
+from .evolve import replace
 from .model import (
     NONE_HELD,
     Admin,

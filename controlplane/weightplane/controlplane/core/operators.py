@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from . import progress, trainers
 from .events import SetAdmin, SetPause, SetPolicy
+from .evolve import replace
 from .model import Admin, Liveness, Phase, Replica, Waiter, Weights
 from .reasons import Failure, Reason
 from .tx import Tx

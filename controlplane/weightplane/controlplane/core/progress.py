@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from . import ending
 from .events import Compare, Report, Verified
+from .evolve import replace
 from .model import Held, Mode, Part, Phase, Stage, Update, Verify
 from .reasons import Failure, Reason
 from .tx import Tx

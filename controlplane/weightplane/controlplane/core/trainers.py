@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from . import negotiate
 from .events import CloseTransfer, InitTransfer, RankGone, RankHello, RankPlacement
+from .evolve import replace
 from .model import Liveness, Phase, Process, Rank, Trainer, Waiter
 from .reasons import Failure, Reason
 from .tx import Tx

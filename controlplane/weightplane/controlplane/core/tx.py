@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from .events import Effect, Note, Push, PushTrainers, Reply, Write
+from .evolve import replace
 from .model import GroupState, Part, Replica, Trainer, Update
 from .reasons import Failure
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from . import ending, members, progress, trainers
 from .events import AbortUpdate, DigestsIn, FinishUpdate, MakePlan, PlanMade, StartUpdate, UpdateWeights
+from .evolve import replace
 from .model import (
     CachePolicy,
     Call,
@@ -263,7 +262,8 @@ def maybe_plan(tx: Tx, u: Update) -> None:
     t = tx.state.trainer
     if u.phase is not Phase.PREPARING or u.planning or not u.frozen or t is None:
         return
-    if any(p.stage < Stage.JOINED and not p.excluded for p in reversed(list(u.parts.values()))):  # told last, joins last
+    told_last_first = reversed(list(u.parts.values()))  # and joining last: most looks end at once
+    if any(p.stage < Stage.JOINED and not p.excluded for p in told_last_first):
         return
     tx.put_update(replace(u, planning=True))
     for c in t.channels:
