@@ -38,9 +38,11 @@ class Fleet(Protocol):
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
         """Answer all requests, in order; different requests may run on different replicas at once."""
+        ...
 
     def publish(self, model: DecoderLM, step: int) -> None:
         """Put the trainer's weights on every replica (the control run does nothing); step 0 is before training."""
+        ...
 
 
 @dataclass(frozen=True)
