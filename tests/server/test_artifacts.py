@@ -14,9 +14,10 @@ from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.placement import full_placement
 from weightplane.controlplane.core.planner import make_plan
 from weightplane.controlplane.core.shards import chunk_placement
-from weightplane.controlplane.server.artifacts import Artifacts, Limits, Lru, Pages
+from weightplane.controlplane.server.artifacts import Artifacts, Limits
 from weightplane.controlplane.server.errors import Refused
 from weightplane.controlplane.server.pages import PAGE_BYTES, plan_pages
+from weightplane.controlplane.server.uploads import Lru, Pages
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import common_pb2 as cm
 from weightplane.v1 import tensor_pb2 as tn

@@ -91,13 +91,13 @@ async def test_a_unary_call_without_a_deadline_is_refused() -> None:
 async def test_an_unexpected_error_is_internal_and_stays_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from weightplane.controlplane.server import project
+    from weightplane.controlplane.server import fleet_view
 
     def broken(*_: object) -> None:
         raise RuntimeError("the password is tulip")
 
     async with server() as running, fleet(running.address, 0) as (trainer, _):
-        monkeypatch.setattr(project, "group_info", broken)
+        monkeypatch.setattr(fleet_view, "group_info", broken)
         with caplog.at_level(logging.ERROR):
             call = trainer.fleet.GetGroup(fl.GetGroupRequest(group="g"), timeout=5)
             error = await refused(call, "INTERNAL", grpc.StatusCode.INTERNAL)

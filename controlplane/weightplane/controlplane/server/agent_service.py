@@ -14,14 +14,16 @@ from weightplane.controlplane.core.model import Phase, Verify
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.v1 import agent_pb2, agent_pb2_grpc
 
-from . import convert, fields, pages, project
-from .artifacts import Pages, Receipt
+from . import bindings, convert, fields, pages
+from .artifacts import Receipt
 from .calls import CALLER
 from .coordinator import Coordinator
 from .enums import EVIDENCE
 from .fields import between, invalid, refuse
-from .runtime import Group, Session
+from .runtime import Group
 from .security import Role
+from .sessions import Session
+from .uploads import Pages
 
 __all__ = ["MAX_MESSAGE", "AgentService"]
 
@@ -291,7 +293,7 @@ async def _tell_rank(group: Group, hello: agent_pb2.Hello, session: Session, con
         await session.changed.wait()
         session.changed.clear()
         session.revision += 1
-        message = project.desired_trainer(group.state, hello.trainer.generation, session.revision, group.now())
+        message = bindings.desired_trainer(group.state, hello.trainer.generation, session.revision, group.now())
         await context.write(agent_pb2.SessionResponse(trainer=message))
 
 

@@ -18,7 +18,8 @@ from weightplane.controlplane.store.base import Loaded, Store, StoreError, Store
 
 from .artifacts import Limits
 from .fields import refuse
-from .runtime import Group, stepping_down
+from .runtime import Group
+from .sessions import stepping_down
 
 __all__ = ["Coordinator"]
 

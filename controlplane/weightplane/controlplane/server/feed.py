@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from weightplane.controlplane.core.model import GroupState, Replica
 from weightplane.v1 import fleet_pb2 as fl
 
-from . import project
+from . import fleet_view
 from .runtime import Group
 from .watch import changes
 
@@ -48,7 +48,7 @@ class _Feed:
         if state is self._state:
             return
         changed, removed = self._compare(state)
-        info = project.group_info(state, group.now())
+        info = fleet_view.group_info(state, group.now())
         text = _without_clock(info)
         if changed or removed or text != self._group:
             self._group = text
@@ -63,7 +63,7 @@ class _Feed:
             seen = self._seen.get(rid)
             if seen is not None and seen[0] is r and wide == self._wide:
                 continue
-            info = project.replica_info(state, r)
+            info = fleet_view.replica_info(state, r)
             text = info.SerializeToString(deterministic=True)
             if seen is None or seen[1] != text:
                 changed.append(info)
@@ -112,7 +112,7 @@ def _full(group: Group) -> fl.WatchGroupResponse:
     state = group.state
     return fl.WatchGroupResponse(
         revision=state.revision,
-        group=project.group_info(state, group.now()),
-        replicas=[project.replica_info(state, r) for _, r in sorted(state.replicas.items())],
+        group=fleet_view.group_info(state, group.now()),
+        replicas=[fleet_view.replica_info(state, r) for _, r in sorted(state.replicas.items())],
         full=True,
     )

@@ -13,7 +13,7 @@ from weightplane.controlplane.core.reasons import Reason
 from weightplane.v1 import fleet_pb2 as fl
 from weightplane.v1 import fleet_pb2_grpc
 
-from . import convert, feed, fields, project
+from . import convert, feed, fields, fleet_view, project
 from .calls import CALLER, remaining_s
 from .coordinator import Coordinator
 from .enums import PAUSE
@@ -50,7 +50,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         group.answers.earlier("CreateGroup", request, fl.CreateGroupResponse)
         if known is None:
             await group.call(lambda call: SetPolicy(call, policy))
-        return fl.CreateGroupResponse(group=project.group_info(group.state, group.now()))
+        return fl.CreateGroupResponse(group=fleet_view.group_info(group.state, group.now()))
 
     async def UpdateGroup(self, request: fl.UpdateGroupRequest, context: _Context) -> fl.UpdateGroupResponse:
         """Replace a group's policies."""
@@ -59,7 +59,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         if earlier is not None:
             return earlier
         await group.call(lambda call: SetPolicy(call, policy))
-        answer = fl.UpdateGroupResponse(group=project.group_info(group.state, group.now()))
+        answer = fl.UpdateGroupResponse(group=fleet_view.group_info(group.state, group.now()))
         group.answers.keep("UpdateGroup", request, answer)
         return answer
 
@@ -101,12 +101,14 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     async def ListGroups(self, request: fl.ListGroupsRequest, context: _Context) -> fl.ListGroupsResponse:
         """Every group."""
-        return fl.ListGroupsResponse(groups=[project.group_info(g.state, g.now()) for g in self._coordinator.groups()])
+        return fl.ListGroupsResponse(
+            groups=[fleet_view.group_info(g.state, g.now()) for g in self._coordinator.groups()]
+        )
 
     async def GetGroup(self, request: fl.GetGroupRequest, context: _Context) -> fl.GetGroupResponse:
         """One group."""
         group = self._group(request.group)
-        return fl.GetGroupResponse(group=project.group_info(group.state, group.now()))
+        return fl.GetGroupResponse(group=fleet_view.group_info(group.state, group.now()))
 
     async def ListReplicas(self, request: fl.ListReplicasRequest, context: _Context) -> fl.ListReplicasResponse:
         """The replicas of a group."""
@@ -114,7 +116,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         state = group.state
         return fl.ListReplicasResponse(
             replicas=[
-                project.replica_info(state, r)
+                fleet_view.replica_info(state, r)
                 for _, r in sorted(state.replicas.items())
                 if all(r.labels.get(k) == v for k, v in selector.items())
             ]
@@ -181,7 +183,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         between("min_version", request.min_version, 0, 1 << 62)
         live, ready, route, why = routable(group.state, r, request.min_version)
         return fl.CheckReplicaResponse(
-            live=live, ready=ready, routable=route, reason=why, replica=project.replica_info(group.state, r)
+            live=live, ready=ready, routable=route, reason=why, replica=fleet_view.replica_info(group.state, r)
         )
 
     async def _set_admin(
@@ -196,7 +198,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         if r.admin in refused:
             refuse(Reason.WRONG_PHASE, f"{method}: replica {r.replica_id} is {r.admin}", r.replica_id)
         await group.call(lambda call: SetAdmin(call, request.replica_id, admin))
-        answer = response(replica=project.replica_info(group.state, group.replica(request.replica_id)))
+        answer = response(replica=fleet_view.replica_info(group.state, group.replica(request.replica_id)))
         group.answers.keep(method, request, answer)
         return answer
 
@@ -220,4 +222,4 @@ async def _pause(
 
     await group.call(event)
     state = group.state
-    return [project.replica_info(state, state.replicas[rid]) for rid in ids or sorted(state.replicas)]
+    return [fleet_view.replica_info(state, state.replicas[rid]) for rid in ids or sorted(state.replicas)]

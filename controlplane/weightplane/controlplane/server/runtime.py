@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-import grpc
-
 from weightplane.controlplane.core import group as core
 from weightplane.controlplane.core import trainers
 from weightplane.controlplane.core.events import (
@@ -38,44 +36,23 @@ from weightplane.controlplane.core.tx import Tx
 from weightplane.controlplane.store.base import StoreError, StoreUnknown
 
 from ..failpoints import hit
-from . import project
+from . import bindings, project
 from .artifacts import Artifacts
 from .errors import Refused
 from .fields import refuse
 from .idempotency import Answers
+from .sessions import Session, superseded
 
 if TYPE_CHECKING:
     from .coordinator import Coordinator
 
-__all__ = ["Group", "Session"]
+__all__ = ["Group"]
 
 log = logging.getLogger("weightplane.controlplane")
 
 #: Write kinds by the phase that they end, for failpoints: ``server.decide.before_write`` and the like.
 _PHASE_OF = {"freeze": "start", "decide": "decide", "close": "close", "group": "group", "roster": "roster"}
 _READ_BACK_S = 0.1
-
-
-class Session:
-    """One open stream of a member. ``wake`` makes it send the newest state; it never holds more than one message.
-
-    ``revision`` is that of the newest desired state sent.
-    """
-
-    def __init__(self, agent_id: str, kind: str, number: int) -> None:
-        self.agent_id, self.kind, self.number = agent_id, kind, number
-        self.revision = 0
-        self.changed = asyncio.Event()
-        self.ended: asyncio.Future[Refused] = asyncio.get_running_loop().create_future()
-
-    def wake(self) -> None:
-        """What the member should know changed."""
-        self.changed.set()
-
-    def end(self, why: Refused) -> None:
-        """End the stream with this status. A repeat changes nothing."""
-        if not self.ended.done():
-            self.ended.set_result(why)
 
 
 class Group:
@@ -86,7 +63,7 @@ class Group:
         self.state = state
         self.artifacts = Artifacts(coordinator.workers, coordinator.limits, self._in_use)
         self.answers = Answers()
-        self.desired = project.Desired()
+        self.desired = bindings.Desired()
         self.sessions: dict[tuple[str, str], Session] = {}
         self.watchers: set[asyncio.Event] = set()
         self.over: Refused | None = None
@@ -359,18 +336,6 @@ class Group:
                 self.submit(failed(Failure(Reason.INTERNAL, "unexpected error: the server's log has the details")))
 
         task.add_done_callback(done)
-
-
-def superseded(agent_id: str, session: int) -> Refused:
-    """What a stream is told that a newer hello replaced."""
-    message = f"a newer session of {agent_id} (after {session - 1}) superseded this one: do not redial"
-    return Refused(Failure(Reason.SESSION_SUPERSEDED, message, agent_id))
-
-
-def stepping_down(message: str) -> Refused:
-    """What streams and callers are told while leadership is taken (again)."""
-    failure = Failure(Reason.COORDINATOR_RESTARTED, f"{message}; dial again")
-    return Refused(failure, code=grpc.StatusCode.UNAVAILABLE)
 
 
 _EFFECTS: dict[type[Effect], Callable[[Group, Any], None]] = {

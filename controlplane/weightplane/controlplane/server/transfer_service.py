@@ -22,7 +22,7 @@ from weightplane.v1 import agent_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 from weightplane.v1 import weight_transfer_pb2_grpc as wt_grpc
 
-from . import convert, fields, pages, project, watch
+from . import bindings, convert, fields, pages, project, watch
 from .calls import CALLER, remaining_s
 from .coordinator import Coordinator
 from .errors import Refused
@@ -55,7 +55,7 @@ class TransferService(wt_grpc.WeightTransferServiceServicer):
             return earlier
         deadline = _deadline(group, context)
         await group.call(lambda call: convert.init_transfer(request, call, deadline))
-        answer = project.init_response(group.state, _holder(group, request))
+        answer = bindings.init_response(group.state, _holder(group, request))
         group.answers.keep("InitTransfer", request, answer)
         return answer
 

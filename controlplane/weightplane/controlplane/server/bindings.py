@@ -1,0 +1,156 @@
+"""From the core's state to the contract's messages: channels, and what members should do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weightplane.controlplane.core import desired as core_desired
+from weightplane.controlplane.core.members import may_join
+from weightplane.controlplane.core.model import Channel, GroupState, PauseMode, Replica, Trainer
+from weightplane.v1 import agent_pb2, transport_pb2
+from weightplane.v1 import weight_transfer_pb2 as wt
+
+from .enums import CACHE, MODE, PAUSE, VERIFY
+from .errors import failure_to_proto
+from .project import armed_calls, bucket_range, held, newest_update, small, update_info
+
+__all__ = ["Desired", "channel", "desired_trainer", "init_response", "needs_rebind"]
+
+_STRENGTH = {PauseMode.KEEP: 0, PauseMode.WAIT: 1, PauseMode.ABORT: 2}
+
+
+def channel(c: Channel, members: Iterable[str] | None = None) -> transport_pb2.ChannelBinding:
+    """A channel; with ``members``, only their offers."""
+    names = c.offers.keys() if members is None else members
+    return transport_pb2.ChannelBinding(
+        channel_id=c.channel_id,
+        transport=c.transport,
+        senders=c.senders,
+        receivers=c.receivers,
+        key=c.key,
+        bucket_bytes=c.bucket_bytes,
+        offers={m: transport_pb2.Rendezvous.FromString(c.offers[m].data) for m in names if m in c.offers},
+    )
+
+
+def init_response(state: GroupState, t: Trainer) -> wt.InitTransferResponse:
+    """The answer to InitTransfer."""
+    return wt.InitTransferResponse(
+        generation=t.generation,
+        epoch=state.epoch,
+        cluster_id=state.cluster_id,
+        lineage=t.lineage,
+        channels=[channel(c) for c in t.channels],
+        choices=[
+            wt.TransportChoice(
+                replica_id=rid,
+                transport=transport,
+                reason=reason,
+                refusals=[agent_pb2.TransportRefusal(transport=n, reason=w) for n, w in refusals],
+                channel_id=channel_id,
+            )
+            for rid, transport, reason, refusals, channel_id in t.choices
+        ],
+        committed=held(state.committed),
+        committed_step=state.committed_step,
+        ttl_ms=int(state.config.ttl_s * 1000),
+        heartbeat_ms=int(state.config.beat_s * 1000),
+    )
+
+
+def needs_rebind(state: GroupState, t: Trainer, now: float) -> bool:
+    """Whether a replica that could join the next update is bound to no channel of this generation."""
+    bound = {rid: inc for c in t.channels for rid, inc in c.replicas}
+    unreachable = {c[0] for c in t.choices if not c[1]}
+    return any(
+        bound.get(r.replica_id) != r.incarnation and r.replica_id not in unreachable and not may_join(r, now)
+        for r in state.replicas.values()
+    )
+
+
+def desired_trainer(state: GroupState, generation: int, revision: int, now: float) -> agent_pb2.DesiredTrainer:
+    """What a rank of ``generation`` should know."""
+    t = state.trainer
+    fenced = t is None or t.generation != generation or t.closed
+    message = agent_pb2.DesiredTrainer(revision=revision, epoch=state.epoch, cluster_id=state.cluster_id, fenced=fenced)
+    u = newest_update(state, generation)
+    if u is not None:
+        message.update.CopyFrom(small(update_info(state, u, now)))
+        if not u.closed:
+            message.calls.extend(armed_calls(u))
+    if t is not None and not fenced:
+        message.rebind = needs_rebind(state, t, now)
+    return message
+
+
+class Desired:
+    """Makes replicas' desired state; keeps the binding of each channel, which is the same for a thousand receivers."""
+
+    def __init__(self) -> None:
+        self._bindings: dict[str, transport_pb2.ChannelBinding] = {}
+
+    def message(self, state: GroupState, replica_id: str, revision: int, now: float) -> agent_pb2.DesiredReplica | None:
+        """The desired state of a replica, or ``None`` if it is unknown."""
+        d = core_desired.desired_replica(state, replica_id, now)
+        if d is None:
+            return None
+        pause = max((m for _, m in d.pauses), key=lambda m: _STRENGTH[m], default=PauseMode.DEFAULT)
+        message = agent_pb2.DesiredReplica(
+            revision=revision,
+            epoch=d.epoch,
+            cluster_id=d.cluster_id,
+            incarnation=d.incarnation,
+            committed=held(d.committed),
+            resolutions=[
+                agent_pb2.Resolution(update_id=uid, decision=_DECISIONS[outcome]) for uid, outcome in d.resolutions
+            ],
+            pause_holders=[holder for holder, _ in d.pauses],
+            pause_mode=PAUSE.proto(pause),
+        )
+        if d.update is not None:
+            self._update(message.update, d.update, state.replicas[replica_id])
+        return message
+
+    def _update(self, m: agent_pb2.DesiredUpdate, u: core_desired.DesiredUpdate, r: Replica) -> None:
+        m.update_id = u.update_id
+        m.version = u.version
+        m.trainer_step = u.trainer_step
+        m.lineage = u.lineage
+        m.generation = u.generation
+        m.manifest_id = u.manifest_id
+        m.plan_id = u.plan_id
+        m.mode = MODE.proto(u.mode)
+        m.pause_mode = PAUSE.proto(u.pause)
+        m.cache_policy = CACHE.proto(u.cache)
+        m.verify = VERIFY.proto(u.verify)
+        m.all_called = u.all_called
+        m.decision = _DECISIONS[u.decision]
+        m.remaining_ms = int(u.remaining_s * 1000)
+        if u.failure is not None:
+            m.failure.CopyFrom(failure_to_proto(u.failure))
+        if u.channel is None or u.decision or not u.calls:
+            return  # nothing to arm: the binding, which is most of the message, stays out
+        self._channel(m.channel, u.channel, r)
+        for call in u.calls:
+            ranges = [bucket_range(u.channel.channel_id, first, n) for first, n in call.ranges]
+            m.calls.append(agent_pb2.ArmedCall(seq=call.seq, buckets=ranges))
+
+    def _channel(self, m: transport_pb2.ChannelBinding, c: Channel, r: Replica) -> None:
+        """A receiver gets the senders' offers and its own: a thousand others' would burst the message."""
+        binding = self._bindings.get(c.channel_id)
+        if binding is None:
+            if len(self._bindings) > 64:
+                self._bindings.clear()
+            binding = self._bindings[c.channel_id] = channel(c, c.senders)
+        m.CopyFrom(binding)
+        for w in r.workers:
+            member = f"{r.replica_id}/{w.index}"
+            if member in c.offers:
+                m.offers[member].ParseFromString(c.offers[member].data)
+
+
+_DECISIONS = {
+    "": agent_pb2.DECISION_UNSPECIFIED,
+    "COMMIT": agent_pb2.DECISION_COMMIT,
+    "ABORT": agent_pb2.DECISION_ABORT,
+}
