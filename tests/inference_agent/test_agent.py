@@ -193,7 +193,7 @@ def test_C04_an_abort_reaches_a_blocked_receive_and_staged_serves_on(
     start = time.monotonic()
     info = pair.trainer.abort()
     assert time.monotonic() - start < 1.0, "the drain took too long"
-    assert not info.outcomes[0].unquiesced
+    assert not info.outcomes[0].unquiesced and info.outcomes[0].bytes_received >= 16384
     assert pair.content() == {1.0} and not pair.engine.mixed() and not pair.engine.holders()
     eventually(lambda: pair.known.weights is Weights.READY)
     pair.trainer.init()
@@ -304,6 +304,24 @@ def test_a_stop_in_the_middle_of_a_transfer_is_bounded_and_leaves_the_engine_who
     assert pair.engine.held() == (Held(done.version, done.update_id),) and not pair.engine.holders()
     assert pair.content() == {1.0} and not pair.engine.mixed()
     eventually(lambda: plane.state().open is None, what="the update ended without it")
+
+
+def test_an_agent_that_goes_in_the_middle_of_an_in_place_write_leaves_a_dirty_engine(
+    plane: Server, stack: ExitStack
+) -> None:
+    """The next agent of that engine reports it as DIRTY, whatever the first one knew; a full update heals."""
+    pair = Pair(stack, plane, staged=False)
+    pair.publish(1)
+    blocked_in_transfer(pair, Mode.IN_PLACE, 2)
+    eventually(lambda: len(pair.content()) > 1)
+    pair.agent.stop(leave=False)
+    assert pair.engine.mixed() and pair.engine.holders() == {"dirty"}
+    replica(stack, plane, "r", pair.engine)
+    eventually(lambda: pair.known.weights is Weights.DIRTY)
+    eventually(lambda: plane.state().open is None)
+    pair.trainer.init()
+    assert state_of(pair.publish(2, mode=Mode.IN_PLACE).outcomes[0]) == "READY"
+    assert pair.content() == {2.0} and not pair.engine.holders()
 
 
 def test_nothing_grows_over_many_updates(plane: Server, stack: ExitStack) -> None:

@@ -10,17 +10,22 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 
-from tests.inference_agent.models import Constant
-from tests.inference_agent.process import program
+from tests.inference_agent.models import Constant, manifest_of
+from tests.inference_agent.process import CONFIG, program
 from tests.inference_agent.server import eventually
+from tests.inference_agent.trainer import Trainer
 from weightplane.controlplane.dial import Dial
+from weightplane.demo.model import build_model
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.inference_agent.serve import load_engine
 from weightplane.inference_agent.session import SessionStatus
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+from weightplane.transports.base import TransportError
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, update_pb2
+from weightplane.v1 import weight_transfer_pb2 as wt
 
 pytestmark = pytest.mark.chaos
 
@@ -33,13 +38,7 @@ def plane() -> Iterator[str]:
 
 def known(address: str, name: str) -> Any:
     """What the control plane says of a replica; None if it knows none of that name."""
-    channel = Dial(address).channel()
-    try:
-        stub = fleet_pb2_grpc.FleetServiceStub(channel)
-        listed = stub.ListReplicas(fleet_pb2.ListReplicasRequest(group="g"), timeout=5)
-        return next((r for r in listed.replicas if r.replica_id == name), None)
-    finally:
-        channel.close()
+    return next((r for r in listed(address) if r.replica_id == name), None)
 
 
 def alive(pid: int) -> bool:
@@ -84,6 +83,53 @@ def test_a_stop_between_updates_keeps_the_incarnation(plane: str) -> None:
         assert known(plane, "stopped").liveness == fleet_pb2.LIVENESS_LIVE
         os.kill(process.pid, signal.SIGCONT)
         assert known(plane, "stopped").incarnation == said["incarnation"]
+
+
+def test_a_replica_stopped_in_mid_update_is_found_left_out_and_comes_back(plane: str) -> None:
+    """SIGSTOP while an update waits on it: aborted within TTL + beat + 1 s; after SIGCONT it takes the next one."""
+    model = build_model(CONFIG, 7)
+    manifest = manifest_of(model)
+    values = {manifest.index[n]: p.detach() for n, p in model.named_parameters()}
+    with (
+        program("replica", plane, "frozen") as (process, said),
+        Trainer(plane, manifest, "shm", bucket_bytes=8192) as t,
+    ):
+        eventually(lambda: known(plane, "frozen").weights == update_pb2.WEIGHTS_STATE_JOINING)
+        t.init()
+        only: dict[str, Any] = {"exclude": [r.replica_id for r in listed(plane) if r.replica_id != "frozen"]}
+        started = t.start(1, timeout=60, **only)
+        os.kill(process.pid, signal.SIGSTOP)
+        at = time.monotonic()
+        with pytest.raises((TransportError, grpc.RpcError)):
+            t.send(started, values)
+            t.finish()
+        info = eventually(lambda: aborted(t), 10)
+        assert time.monotonic() - at < 2.0 + 0.2 + 1.0 + 1.5, "TTL, a beat, a second, and the slack of a busy machine"
+        assert "frozen" in info.failure.message
+        os.kill(process.pid, signal.SIGCONT)
+        eventually(lambda: known(plane, "frozen").liveness == fleet_pb2.LIVENESS_LIVE)
+        t.init()
+        done = eventually(lambda: t.publish(values, 2, **only), 20)
+        assert known(plane, "frozen").incarnation == said["incarnation"]
+        assert done.outcomes[0].held.version == done.version
+
+
+def listed(address: str) -> Any:
+    channel = Dial(address).channel()
+    try:
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        return stub.ListReplicas(fleet_pb2.ListReplicasRequest(group="g"), timeout=5).replicas
+    finally:
+        channel.close()
+
+
+def aborted(t: Trainer) -> Any:
+    """The trainer's update once it is over; the caller's flush waits for nobody."""
+    for c in t.open.values():
+        c.abort("the update is over")
+    t.open.clear()
+    info = t.stub.GetUpdate(wt.GetUpdateRequest(group="g", update_id=t.update_id), timeout=5).update
+    return info if info.phase == update_pb2.UPDATE_PHASE_ABORTED else None
 
 
 def test_SIGKILL_is_told_by_the_helper_which_leaves(plane: str) -> None:

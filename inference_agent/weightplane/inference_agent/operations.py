@@ -63,7 +63,7 @@ class Operations:
         self._described, self._shares = Newest(_KEPT), Newest(2 * _KEPT)
         self._live, self._placed = Newest(_KEPT), Newest(_PLACED)
         self._pauses = Pauses(engine, replica_id, emit, self._pause_failed)
-        self._steps = 0
+        self._steps = self._last_landed = self._landed_before = 0
         self._closed = False
 
     def _threads(self) -> tuple[WorkThread, list[WorkThread]]:
@@ -107,14 +107,15 @@ class Operations:
 
     @property
     def landed(self) -> int:
-        """Payload bytes of the current update in place."""
+        """Payload bytes that the current or last update put in place."""
         t = self._transfer
-        return t.landed if t is not None else 0
+        return t.landed if t is not None else self._last_landed
 
     @property
     def progress(self) -> int:
         """Rises with every unit of work done."""
-        return self._steps + self.landed
+        t = self._transfer
+        return self._steps + self._landed_before + (t.landed if t is not None else 0)
 
     def watch(self) -> None:
         """Leave a staged update behind whose data threads do not leave: its memory is given up, never used again.
@@ -200,6 +201,8 @@ class Operations:
 
     def _forget(self, t: Transfer) -> None:
         if self._transfer is t:
+            self._last_landed = t.landed
+            self._landed_before += self._last_landed
             self._transfer = None
 
     def _check(self, t: Transfer) -> None:

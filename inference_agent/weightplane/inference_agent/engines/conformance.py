@@ -27,13 +27,12 @@ __all__ = ["EngineConformance", "fill", "values_for"]
 
 
 def values_for(manifest: Manifest, seed: int) -> dict[int, torch.Tensor]:
-    """Random full tensors for every root entry: any bit pattern but bool (0 or 1). Equal seeds give equal values."""
+    """Random full tensors for every root entry, of any bits (bools of other bytes than 0 and 1, too), by seed."""
     generator = torch.Generator().manual_seed(seed)
     out = {}
     for i, meta in enumerate(manifest):
         if not meta.alias_of:
-            top = 2 if meta.dtype == "bool" else 256
-            raw = torch.randint(0, top, (meta.nbytes,), dtype=torch.uint8, generator=generator)
+            raw = torch.randint(0, 256, (meta.nbytes,), dtype=torch.uint8, generator=generator)
             out[i] = raw.view(dtype_of(meta.dtype)).view(meta.shape)
     return out
 
