@@ -63,6 +63,23 @@ def test_source_free_comes_before_the_replicas_are_done(f: Fleet) -> None:
     assert all(torch.equal(live[k], v) for k, v in want.items())
 
 
+def test_under_retry_the_source_is_held_to_the_end(f: Fleet) -> None:
+    module = Model()
+    publisher = f.publisher(module)
+    publisher.publish(1)
+    go, at_apply = threading.Event(), threading.Event()
+
+    def held(n: int) -> None:
+        at_apply.set()
+        go.wait(10)
+
+    with hook("replica.apply.before", held):
+        handle = publisher.publish_async(2, failure="retry")
+        assert at_apply.wait(10) and not handle.source_free.wait(0.1)
+        go.set()
+        assert handle.result(10).committed and handle.source_free.is_set()
+
+
 def test_a_publish_waits_for_the_one_before_it(f: Fleet) -> None:
     publisher = f.publisher(Model())
     handles = [publisher.publish_async(step) for step in (1, 2, 3)]

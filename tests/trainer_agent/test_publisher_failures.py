@@ -91,8 +91,9 @@ def test_a_held_group_names_its_holder_and_takeover_fences_it(pair: Fleet) -> No
     third.publish(3)
 
 
-def test_a_takeover_in_mid_update_reaches_the_old_trainer_at_once(pair: Fleet) -> None:
-    first = pair.publisher(Model(), trainer_id="first")
+@pytest.mark.parametrize("heartbeat", ["stream", "helper"])
+def test_a_takeover_in_mid_update_reaches_the_old_trainer_at_once(pair: Fleet, heartbeat: str) -> None:
+    first = pair.publisher(Model(), trainer_id="first", heartbeat=heartbeat)
     second = pair.publisher(Model(), trainer_id="second", takeover=True)
     first.init()
     with hook("trainer.update.armed", lambda n: second.init()), pytest.raises(TrainerFenced):
@@ -353,9 +354,10 @@ def test_a_coordinator_that_restarts_before_the_decision_fails_the_update(pair: 
     assert receipt.committed and all(same(e, module) for e in pair.engines.values())
 
 
-def test_a_coordinator_that_is_away_for_a_moment_costs_only_the_moment(pair: Fleet) -> None:
+@pytest.mark.parametrize("heartbeat", ["stream", "helper"])
+def test_a_coordinator_that_is_away_for_a_moment_costs_only_the_moment(pair: Fleet, heartbeat: str) -> None:
     module = Model()
-    publisher = pair.publisher(module)
+    publisher = pair.publisher(module, heartbeat=heartbeat)
     publisher.publish(1)
     pair.plane.stop()
     timer = threading.Timer(0.7, pair.plane.start)

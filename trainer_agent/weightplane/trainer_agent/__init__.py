@@ -40,7 +40,24 @@ _HOMES = {
     "UpdateFailed": "errors",
     "merge_manifests": "naming",
 }
-__all__ = [*_HOMES]  # noqa: PLE0604 - names, all of them
+__all__ = [
+    "DTensorSource",
+    "FailurePolicy",
+    "GatherSource",
+    "ModuleSource",
+    "OutcomeUnknown",
+    "PublishError",
+    "PublishHandle",
+    "PublishReceipt",
+    "Publisher",
+    "SafetensorsSource",
+    "Source",
+    "StateDictSource",
+    "TrainerFenced",
+    "TrainerHeld",
+    "UpdateFailed",
+    "merge_manifests",
+]
 
 
 def __getattr__(name: str) -> Any:

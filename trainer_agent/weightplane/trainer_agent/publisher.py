@@ -49,7 +49,8 @@ class PublishHandle:
     failed and nothing reads any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_async: bool = True) -> None:
+        self.is_async = is_async
         self.source_free = threading.Event()
         self._free: Future[None] = Future()
         self._future: Future[PublishReceipt] = Future()
@@ -174,7 +175,7 @@ class Publisher:
         ``OutcomeUnknown`` if it could not be learnt) naming each replica and reason, or what the source raised. Ctrl-C
         aborts the update, then goes on as usual.
         """
-        handle = PublishHandle()
+        handle = PublishHandle(is_async=False)
         options = self._begin(handle, overrides)
         try:
             return self._publish(handle, step, options)
@@ -185,7 +186,9 @@ class Publisher:
         """``publish`` in a thread of its own. Do not change the source before the handle's ``source_free``.
 
         Work that this thread queued on the source's devices is waited for before this returns. A ``GatherSource`` runs
-        its function in that thread. A publish begun while one is under way waits for it.
+        its function in that thread. A publish begun while one is under way waits for it. Under ``failure="retry"`` the
+        source is held for a second attempt, and ``source_free`` comes at the end; under a group's RETRY it comes early
+        and there is no second attempt after it.
         """
         handle = PublishHandle()
         options = self._begin(handle, overrides, wait=False)
@@ -300,7 +303,8 @@ class Publisher:
         self._count += 1
         if not self._hold.bound:
             self._init()
-        work = Publishing(self._hold, self.source, options, step, self._count, handle._stop, handle._set_free)
+        free = handle._set_free if handle.is_async else None
+        work = Publishing(self._hold, self.source, options, step, self._count, handle._stop, free)
         try:
             receipt = work.run()
         except UpdateFailed as e:

@@ -57,11 +57,13 @@ class Publishing:
         step: int,
         number: int,
         stop: Stop,
-        source_free: Callable[[], None],
+        source_free: Callable[[], None] | None,
     ) -> None:
+        """``source_free``: tells the caller, who goes on meanwhile; ``None`` if the caller waits for the end anyway."""
         self._hold, self._source, self._options = hold, source, options
         self._step, self._number = step, number
         self._stop, self._source_free = stop, source_free
+        self._held = True  # the source is as it was when the publish began
         self._began = time.monotonic()
         self._retries = 0  # attempts beyond the first
 
@@ -89,7 +91,8 @@ class Publishing:
                 receipt = self._attempt(options)
             except AttemptFailed as e:
                 policy = self._policy()
-                again = self._again(e, options) if policy is FailurePolicy.RETRY and not self._retries else None
+                once_more = policy is FailurePolicy.RETRY and not self._retries and self._held
+                again = self._again(e, options) if once_more else None
                 if again is None:
                     raise self._failed(e) from e.__cause__
                 log.warning("group %s: publish of step %d, once more: %s", self._hold.group, self._step, e)
@@ -99,6 +102,12 @@ class Publishing:
                 where = {"group": self._hold.group, "update_id": receipt.update_id, "version": receipt.version}
                 log.info("step %d is committed as version %d", self._step, receipt.version, extra=where)
                 return receipt
+
+    def _free(self) -> None:
+        """Every replica has read everything. If a second attempt may follow, the source is held all the same."""
+        if self._source_free is not None and (self._options.failure is not FailurePolicy.RETRY or self._retries):
+            self._held = False
+            self._source_free()
 
     def _policy(self) -> FailurePolicy:
         """What to do about a failure: as asked, else as the group says."""
@@ -134,7 +143,7 @@ class Publishing:
                 self._source,
                 manifest,
                 stop,
-                self._source_free,
+                self._free,
             )
             hold.listen(attempt.notice, stop)
             if round_ or hold.settings.world_size > 1:

@@ -11,7 +11,7 @@ Metadata is read afresh for every publish; a changed model makes a new manifest.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -163,7 +163,7 @@ class StateDictSource(NamedTensors):
 
     def __init__(
         self,
-        state: Mapping[str, torch.Tensor] | Any,
+        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
         rename: NameMap | None = None,
         cast: CastRule | None = None,
@@ -175,7 +175,7 @@ class StateDictSource(NamedTensors):
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``NamedTensors``."""
-        state = self._state() if callable(self._state) else self._state
+        state = self._state if isinstance(self._state, Mapping) else self._state()
         for name, tensor in state.items():
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"entry {name!r} of the state dict is a {type(tensor).__name__}, not a tensor")

@@ -102,7 +102,7 @@ class DTensorSource(Source):
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(self._model, torch.nn.Module):
             return module_tensors(self._model)
-        state = self._model() if callable(self._model) else self._model
+        state = self._model if isinstance(self._model, Mapping) else self._model()
         return iter(state.items())
 
     @staticmethod
