@@ -22,7 +22,7 @@ from weightplane.controlplane.core.plan import Bucket
 from weightplane.v1.transport_pb2 import TransferOpen, TransferResponse
 
 from .base import ArmToken, ChannelAborted, ChannelSpec, ChannelTimeout, PeerLost, ReceiveChannel, TransportError
-from .grpc_wire import KEY_METADATA, METHOD, SERVICE, Chunk, decode
+from .grpc_wire import KEY_METADATA, METHOD, SERVICE, Chunk, decode, reuse_freed_memory
 from .span_cursor import SpanCursor
 
 __all__ = ["DataPort", "GrpcReceiveChannel"]
@@ -215,6 +215,7 @@ class DataPort:
     def __init__(self, bind: str, advertise: str, credentials: grpc.ServerCredentials | None = None) -> None:
         self._channels: dict[tuple[str, str], GrpcReceiveChannel] = {}
         self._lock = threading.Lock()
+        reuse_freed_memory()
         pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="weightplane-data-port")
         options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.so_reuseport", 0)]
         self._server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_STREAMS)

@@ -36,7 +36,7 @@ from .base import (
     TransportError,
 )
 from .grpc_data_port import DataPort, GrpcReceiveChannel
-from .grpc_wire import CHUNK_BYTES, KEY_METADATA, METHOD, SERVICE, encode_chunk, encode_open
+from .grpc_wire import CHUNK_BYTES, KEY_METADATA, METHOD, SERVICE, encode_chunk, encode_open, reuse_freed_memory
 from .span_cursor import SpanCursor
 
 __all__ = ["GrpcSendChannel", "GrpcTransport"]
@@ -145,6 +145,7 @@ class GrpcSendChannel(SendChannel):
         self._streams: dict[str, _Stream] = {}
         self._channels: dict[str, grpc.Channel] = {}
         self._sent: dict[int, tuple[str, ...]] = {}
+        reuse_freed_memory()
 
     def arm(self, token: ArmToken, buckets: Sequence[Bucket], deadline: float) -> None:
         """See ``SendChannel``."""
