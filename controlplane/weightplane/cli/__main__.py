@@ -2,4 +2,5 @@
 
 from .main import app
 
-app(prog_name="weightplane")
+if __name__ == "__main__":
+    app(prog_name="weightplane")

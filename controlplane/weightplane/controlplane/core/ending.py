@@ -129,6 +129,8 @@ def _close(tx: Tx, u: Update) -> None:
             if r.admin.value == "QUARANTINED":
                 r = replace(r, admin=type(r.admin).ACTIVE)
                 tx.write_roster(r.replica_id, r.admin)
+        if part.unquiesced and not part.quiesced:
+            r = replace(r, draining=u.update_id)
         if r.weights is Weights.UPDATING:
             from .members import derive_weights
 

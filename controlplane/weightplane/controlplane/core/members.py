@@ -56,6 +56,8 @@ def may_join(r: Replica, now: float, full: bool = True) -> str:
         return "it has not reported what it holds"
     if not _ADMIN_JOINS[r.admin][0 if full else 1]:
         return f"it is {r.admin}"
+    if r.draining:
+        return f"it is still draining update {r.draining}"
     if not _WEIGHTS_JOINS[r.weights]:
         other = r.pending or "another update"
         return f"it is {r.weights} in {other}"
@@ -147,7 +149,15 @@ def _life_over(tx: Tx, r: Replica, reason: Reason, why: str) -> None:
     """One life of a replica ended: what it was part of, and what it owed, is settled."""
     u = tx.state.open
     gone = replace(
-        r, pending="", asked="", reported=False, weights=Weights.JOINING, held=NONE_HELD, placements={}, report_seq=-1
+        r,
+        pending="",
+        asked="",
+        draining="",
+        reported=False,
+        weights=Weights.JOINING,
+        held=NONE_HELD,
+        placements={},
+        report_seq=-1,
     )
     tx.put_replica(gone)
     if u is None or r.replica_id not in u.parts or u.parts[r.replica_id].incarnation != r.incarnation:
@@ -267,12 +277,14 @@ def report(tx: Tx, e: Report) -> None:
         and Stage.JOINED <= e.stage <= Stage.PREPARED
         and not (mine and u is not None and e.update_id == u.update_id)
     )
+    drained = e.update_id != r.draining or e.stage in (Stage.APPLIED, Stage.ABORTED, Stage.FAILED)
     first = not r.reported
     if first:
         r = replace(_adopt_pauses(r, e), resumed=frozenset())
     r = replace(
         r,
         report_seq=e.sequence,
+        draining="" if drained else r.draining,
         reported=True,
         held=held,
         pending="" if _settled(tx, r, e, held, mixed) else r.pending,
@@ -375,6 +387,7 @@ def waits_on(u: Update | None, r: Replica) -> bool:
 def tick(tx: Tx) -> None:
     """End leases. Silence makes a member SUSPECT, LOST once an update waits on it or its routing budget is over."""
     config = tx.state.config
+    _forgive_our_own_stall(tx)
     for r in list(tx.state.replicas.values()):
         u = tx.state.open
         if r.liveness is Liveness.LOST:
@@ -400,6 +413,30 @@ def tick(tx: Tx) -> None:
             )
         elif silent >= config.routing_budget_s - config.ttl_s:
             _lose(tx, r, "it is silent past its routing budget", dead=False)
+
+
+def _forgive_our_own_stall(tx: Tx) -> None:
+    """While we did not run we heard nobody: leases that were alive then are prolonged by the time we missed."""
+    last, beat = tx.state.ticked_at, tx.state.config.beat_s
+    if 0 <= tx.now - last < beat / 2:
+        return
+    gap = tx.now - last
+    tx.set(ticked_at=tx.now)
+    if last < 0 or gap < beat:
+        return
+    alive = {
+        rid: replace(r, lease_until=r.lease_until + gap)
+        for rid, r in tx.state.replicas.items()
+        if r.liveness is Liveness.LIVE and r.lease_until > last
+    }
+    tx.set(replicas={**tx.state.replicas, **alive})
+    t = tx.state.trainer
+    if t is not None:
+        ranks = {
+            i: replace(r, lease_until=r.lease_until + gap) if r.lease_until > last else r for i, r in t.ranks.items()
+        }
+        tx.put_trainer(replace(t, ranks=ranks))
+    tx.say(f"we stood still for {gap:.1f} s: {len(alive)} lease(s) are prolonged by it")
 
 
 def _forget(tx: Tx, r: Replica) -> None:

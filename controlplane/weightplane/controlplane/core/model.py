@@ -223,7 +223,8 @@ class Timings:
 @dataclass(frozen=True, slots=True)
 class Replica:
     """One replica as known: who it is, its three states, and what it last reported. ``resumed``: pause holders that let
-    go before its first report to us, which must not bring their pauses back."""
+    go before its first report to us, which must not bring their pauses back. ``draining``: an aborted update that
+    it did not drain in time; until it has, it joins no other."""
 
     replica_id: str
     incarnation: str = ""
@@ -250,6 +251,7 @@ class Replica:
     reported: bool = False
     pending: str = ""
     asked: str = ""
+    draining: str = ""
     pause_holders: tuple[str, ...] = ()
     pauses_wanted: Mapping[str, PauseMode] = field(default_factory=dict)
     resumed: frozenset[str] = frozenset()
@@ -456,6 +458,7 @@ class GroupState:
     committed_manifest: str = ""
     rewinding: bool = False
     epoch_began: float = 0.0
+    ticked_at: float = -1.0
     sessions: int = 0
     replicas: Mapping[str, Replica] = field(default_factory=dict)
     roster: frozenset[str] = frozenset()

@@ -295,6 +295,8 @@ def step(state: ReplicaState, event: Any, now: float) -> tuple[ReplicaState, lis
     t = state.taking
     if update_id and (t is None or t.want.update_id != update_id):
         return state, [], f"an event about {update_id}, which is not being taken"
+    if t is not None and type(event) in _ENDS and t.busy != _ENDS[type(event)]:
+        return state, [], f"{type(event).__name__}, and no {_ENDS[type(event)]} is under way"
     _HANDLERS[type(event)](tx, event)
     return tx.state, tx.effects, tx.reason
 
@@ -587,8 +589,8 @@ def _failed(tx: _Tx, e: Failed) -> None:
 def _drained(tx: _Tx, e: Drained) -> None:
     t = tx.state.taking
     assert t is not None
-    if t.over:
-        tx.reason = "drained already"
+    if not t.dropping:
+        tx.reason = "drained, and nothing was being dropped"
         return
     if e.wrote:
         why = f"update {e.update_id} was dropped after its first byte reached live parameters: {t.failure}"
@@ -642,6 +644,9 @@ def _tick(tx: _Tx, e: Tick) -> None:
     failure = Failure(Reason.DEADLINE, f"did not vote in time; was at {doing}", tx.state.replica_id)
     _drop(tx, failure, "")
 
+
+#: The operation that each of these ends (arming ends twice: armed, then received).
+_ENDS: dict[type[Any], str] = {Checked: "check", Armed: "arm", Received: "arm", Prepared: "prepare", Applied: "apply"}
 
 _HANDLERS: dict[type[Any], Callable[[_Tx, Any], None]] = {
     Desired: _desired,
