@@ -30,6 +30,7 @@ def test_a_replica_that_only_heard_of_the_abort_is_innocent() -> None:
 
 def test_the_member_that_the_coordinator_names_is_guilty_unless_it_is_a_rank_or_a_new_life() -> None:
     assert guilty(update(failure("TRANSPORT", "r2"))) == {"r2"}
+    assert guilty(update(failure("TRANSPORT", "r2/0"))) == {"r2"}
     assert guilty(update(failure("MEMBER_RESTARTED", "r2"))) == set()
     assert guilty(update(failure("PEER_RANK_FAILED", "rank/3"))) == set()
 

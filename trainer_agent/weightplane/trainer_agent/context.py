@@ -101,7 +101,9 @@ def guilty(update: update_pb2.UpdateInfo) -> set[str]:
     """The replicas that an aborted update failed by; the others failed only because it was aborted. Once the update is
     drained this is equal on all ranks."""
     own = {o.replica_id for o in update.outcomes if o.unquiesced or failure_from_proto(o.failure).reason in _OWN}
-    named = {p.replica_id for p in update.participants if p.replica_id == update.failure.member}
+    member = update.failure.member  # a replica, one of its workers ("r1/0"), or a rank
+    names = set() if member.startswith("rank/") else {member, member.rpartition("/")[0]}
+    named = {p.replica_id for p in update.participants if p.replica_id in names}
     restarted = update.failure.reason == common_pb2.REASON_MEMBER_RESTARTED
     return own | _lost_peers(update) | (set() if restarted else named)
 
