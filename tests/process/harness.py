@@ -191,8 +191,8 @@ class Fleet:
             self._channel = grpc.insecure_channel(self.address, options)
             self.fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
 
-    def start_replica(self, name: str, *, engine: str = "", options: tuple[str, ...] = (), generate: bool = True) -> None:
-        self.begin_replica(name, engine=engine, options=options, generate=generate)
+    def start_replica(self, name: str) -> None:
+        self.begin_replica(name)
         self.await_replica(name)
 
     def begin_replica(
@@ -216,8 +216,9 @@ class Fleet:
 
         def here() -> bool:
             info = self.replicas().get(name)
-            live = info is not None and info.liveness == fleet_pb2.LIVENESS_LIVE
-            return live and (not serving or info.serving_address == serving)
+            if info is None or info.liveness != fleet_pb2.LIVENESS_LIVE:
+                return False
+            return not serving or info.serving_address == serving
 
         eventually(here, f"{name} is here")
 

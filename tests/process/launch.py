@@ -54,7 +54,7 @@ def main() -> None:
     import weightplane.cli.main
     import weightplane.controlplane.server.app
     import weightplane.inference_agent.serve
-    import weightplane.trainer_agent.publisher  # noqa: F401 - warm
+    import weightplane.trainer_agent.publisher
 
     torch.set_num_threads(1)
     line = sys.stdin.readline()

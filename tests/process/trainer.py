@@ -61,27 +61,29 @@ class Restless(ModuleSource):
     """Defect: one byte of ``layers.3`` changes between the hash of its first bucket and the sending of that bucket."""
 
     defect = False
+    _done = False
 
     def begin(self, step: int) -> None:
         if not self.defect:
             return
-        hashed = threading.Event()
+        hashed, seen = threading.Semaphore(0), threading.Event()
         hash_bucket, before = hashing.LaneHasher._hash, failpoints._hook
         index = self.manifest().index["layers.3"]
 
         def hash_and_tell(lane: hashing.LaneHasher, bucket: Bucket, spans: Any) -> None:
             hash_bucket(lane, bucket, spans)
             if any(lane._plan.regions[s.region].tensor == index for s in bucket.segments):
-                hashed.set()
-
-        fed = [0]
+                seen.set()
+            hashed.release()
 
         def between(point: str, n: int) -> None:
-            if point == "trainer.send.bucket" and not fed[0] and hashed.wait(0.2):
-                fed[0] = 1  # everything before the first bucket of layers.3 waits 0.2 s in vain
-                self.module.layers[3].view(-1)[:1].mul_(-1)
+            """The bucket about to be sent has been handed to the hasher: wait for it."""
+            if point == "trainer.send.bucket" and not self._done and hashed.acquire(timeout=10) and seen.is_set():
+                self._done = True
+                self.module.get_parameter("layers.3").view(-1)[:1].mul_(-1)
 
-        hashing.LaneHasher._hash = hash_and_tell  # type: ignore[method-assign]
+        self._done = False
+        hashing.LaneHasher._hash = hash_and_tell  # type: ignore[method-assign,assignment]
         failpoints.set_hook(between)
 
         def restore() -> None:

@@ -86,7 +86,7 @@ class UpdateFailed(PublishError):
         version: int = 0,
     ) -> None:
         self.failures: dict[str, Failure] = dict(failures or {})
-        if failure.member:
+        if failure.member and failure.member.rpartition("/")[0] not in self.failures:  # a worker of one named already
             self.failures.setdefault(failure.member, failure)
         super().__init__(failure)
         self.update = update
