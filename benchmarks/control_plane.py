@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from _common import SAMPLES, WARM_UPS, Report, Result, Rounds, parser
-from control_plane_agents import GROUP, dial
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
+
+from benchmarks._common import SAMPLES, WARM_UPS, Report, Result, Rounds, parser
+from benchmarks.control_plane_agents import GROUP, dial
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.v1 import tensor_pb2 as tn
 from weightplane.v1 import transport_pb2 as tp
@@ -35,7 +37,6 @@ BARRIER_S, PUBLISH_S, BEATS_CORES = 0.30, 0.015, 0.30
 SERVER = """
 import asyncio, sys
 from pathlib import Path
-from typing import Any
 from weightplane.controlplane.core.model import Config
 from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
 from weightplane.controlplane.server.security import Security, Tls
@@ -105,10 +106,16 @@ class Trainer:
             wt.PutPlacementRequest(**{**manifest, "request_id": "place"}, placement=placement), timeout=60
         )
 
+    async def hold(self) -> None:
+        """The lease of a trainer without a session: it follows every update."""
+        async for _ in self.stub.WatchUpdate(wt.WatchUpdateRequest(group=GROUP, generation=self.generation)):
+            pass
+
     async def start(self) -> wt.StartUpdateResponse:
         """The start barrier."""
         request = wt.StartUpdateRequest(**self.named(), manifest_id=self.manifest.id)
-        return await self.stub.StartUpdate(request, timeout=60)
+        started: wt.StartUpdateResponse = await self.stub.StartUpdate(request, timeout=60)
+        return started
 
     async def abort(self) -> None:
         """Undo a start; what it still tells the agents is over before the next one."""
@@ -144,6 +151,7 @@ async def measure(report: Report, folder: Path, kind: str, agents: int, samples:
             print(f"{kind}: {line(fleet)}")
             trainer = Trainer(address, client_tls)
             await trainer.init()
+            holding = asyncio.create_task(trainer.hold())
             pids = [server.pid, fleet.pid]
             barrier: list[float] = []
             rounds = Rounds(samples, WARM_UPS, pids, patience)
@@ -165,6 +173,7 @@ async def measure(report: Report, folder: Path, kind: str, agents: int, samples:
                 busy.append((cpu_s(server.pid) - before) / (time.perf_counter() - began))
             case = f"heartbeats of {agents} agents, {kind}"
             report.add(Result.of(case, "cores", busy, BEATS_CORES, less_is_better=True))
+            holding.cancel()
             await trainer.channel.close()
     with process("-c", SERVER, str(folder / f"{kind}-8.db"), *server_tls) as server:
         address = line(server)
@@ -172,6 +181,7 @@ async def measure(report: Report, folder: Path, kind: str, agents: int, samples:
             print(f"{kind}: {line(fleet)}")
             trainer = Trainer(address, client_tls)
             await trainer.init()
+            holding = asyncio.create_task(trainer.hold())
             publish: list[float] = []
             rounds = Rounds(samples, WARM_UPS, [server.pid, fleet.pid], patience)
             for counts in rounds:  # ten publishes a round: one is shorter than a tick of the clock that sees the load
@@ -179,12 +189,12 @@ async def measure(report: Report, folder: Path, kind: str, agents: int, samples:
                 publish.extend(took_each if counts and not rounds.spoilt() else [])
             case = f"empty publish to 8 replicas, {kind}"
             report.add(Result.of(case, "s", publish, PUBLISH_S, less_is_better=True))
+            holding.cancel()
             await trainer.channel.close()
 
 
 def certificates(folder: Path) -> tuple[list[str], list[str]]:
     """(server's, client's) PEM files, made for this run by the openssl command."""
-    sys.path.insert(0, str(HERE.parent))
     from tests.server.certificates import authority, certificate
 
     ca = authority(folder)

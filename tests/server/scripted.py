@@ -30,7 +30,7 @@ from weightplane.v1 import update_pb2 as up
 from weightplane.v1 import weight_transfer_pb2 as wt
 from weightplane.v1 import weight_transfer_pb2_grpc as wt_grpc
 
-FAST = Config(beat_s=0.1, ttl_s=0.6, routing_budget_s=2.0, quiesce_s=0.5)
+FAST = Config(beat_s=0.1, ttl_s=1.2, routing_budget_s=3.0, quiesce_s=0.8)
 MODEL = Manifest.of(
     [TensorMeta("a", "float32", (4, 4)), TensorMeta("b", "bfloat16", (8,)), TensorMeta("c", "int8", ())]
 )

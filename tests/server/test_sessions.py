@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tests.server.scripted import (
+    FAST,
     Replica,
     Trainer,
     _error,
@@ -21,6 +22,9 @@ from tests.server.scripted import (
     until,
 )
 from weightplane.controlplane.core.model import Liveness, Weights
+from weightplane.controlplane.server.app import ServerConfig
+from weightplane.controlplane.server.artifacts import Limits
+from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import agent_pb2_grpc as ag_grpc
 from weightplane.v1 import common_pb2 as cm
@@ -113,8 +117,8 @@ async def test_silence_is_suspect_then_lost_and_comes_back() -> None:
         replica = await Replica(running.address).start()
         group = running.coordinator.group("g")
         replica.beats = False
-        await until(lambda: group.state.replicas["r0"].liveness is Liveness.SUSPECT, "SUSPECT", 2)
-        await until(lambda: group.state.replicas["r0"].liveness is Liveness.LOST, "LOST", 4)
+        await until(lambda: group.state.replicas["r0"].liveness is Liveness.SUSPECT, "SUSPECT", 4)
+        await until(lambda: group.state.replicas["r0"].liveness is Liveness.LOST, "LOST", 6)
         assert replica.ended is None
         replica.beats = True
         await until(lambda: group.state.replicas["r0"].liveness is Liveness.LIVE, "LIVE again", 2)
@@ -157,6 +161,19 @@ async def test_a_bad_message_ends_the_stream_by_name(messages: list[Any], reason
         error = await talk(running.address, *messages)
         assert reason_of(error) == reason, error
         assert says in (error.details() or "")
+
+
+async def test_a_group_has_a_bound() -> None:
+    config = ServerConfig(MemoryStore(), core=FAST, limits=Limits(replicas=1))
+    async with server(config) as running:
+        first = await Replica(running.address, "r0").start()
+        second = await Replica(running.address, "r1").start()
+        assert second.ended is not None and second.ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert reason_of(second.ended) == "LIMIT" and "at most 1" in (second.ended.details() or "")
+        again = await Replica(running.address, "r0").start()
+        assert again.ended is None
+        for r in (first, second, again):
+            await r.kill()
 
 
 async def test_goodbye_is_no_failure_and_leaves_the_next_barrier() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from time import perf_counter
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from .runtime import Group
 from .security import Role
 from .sessions import Session
 from .uploads import Pages
+from .watch import paced
 
 __all__ = ["MAX_MESSAGE", "AgentService"]
 
@@ -164,6 +166,9 @@ def _hello(first: agent_pb2.SessionRequest) -> agent_pb2.Hello:
 
 def _open_replica(group: Group, hello: agent_pb2.Hello) -> Session:
     said = convert.replica_hello(hello, 0)  # refused before anything is superseded
+    most, known = group.coordinator.limits.replicas, group.state.replicas
+    if hello.agent_id not in known and len(known) >= most:
+        refuse(Reason.LIMIT, f"hello.agent_id: expected at most {most} replicas in a group, found one more")
     session = group.open_session(hello.agent_id, "control")
     group.submit(type(said)(session.number, said.replica))
     _log_session(group, hello, session)
@@ -289,9 +294,10 @@ async def _tell_replica(group: Group, hello: agent_pb2.Hello, session: Session, 
 async def _tell_rank(group: Group, hello: agent_pb2.Hello, session: Session, context: _Context) -> None:
     """Send a rank the newest it should know."""
     session.wake()
+    began = perf_counter()
     while True:
-        await session.changed.wait()
-        session.changed.clear()
+        await paced(session.changed, began)
+        began = perf_counter()
         session.revision += 1
         message = bindings.desired_trainer(group.state, hello.trainer.generation, session.revision, group.now())
         await context.write(agent_pb2.SessionResponse(trainer=message))

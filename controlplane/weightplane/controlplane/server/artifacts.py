@@ -39,6 +39,7 @@ V = TypeVar("V")
 class Limits:
     """How much one group may keep."""
 
+    replicas: int = 4096
     tensors: int = 1_000_000
     pieces: int = 4_000_000
     manifests: int = 16

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from time import perf_counter
 from weakref import WeakKeyDictionary
 
 from weightplane.controlplane.core.model import GroupState, Replica
@@ -12,13 +12,12 @@ from weightplane.v1 import fleet_pb2 as fl
 
 from . import fleet_view
 from .runtime import Group
-from .watch import changes
+from .watch import changes, paced
 
 __all__ = ["KEPT", "follow"]
 
 #: Changes kept per group. A watcher that was away for longer starts with a full picture.
 KEPT = 1024
-_PACE_S = 0.05
 
 
 class _Feed:
@@ -96,6 +95,7 @@ async def follow(group: Group, after: int, write: Callable[[fl.WatchGroupRespons
         while True:
             if group.over is not None:
                 raise group.over
+            began = perf_counter()
             feed.look(group)
             if not feed.floor <= after <= group.state.revision:
                 after = group.state.revision
@@ -103,9 +103,7 @@ async def follow(group: Group, after: int, write: Callable[[fl.WatchGroupRespons
             for change in feed.after(after):
                 await write(change)
                 after = change.revision
-            await changed.wait()
-            changed.clear()
-            await asyncio.sleep(_PACE_S)
+            await paced(changed, began)
 
 
 def _full(group: Group) -> fl.WatchGroupResponse:
