@@ -1,0 +1,1 @@
+"""A seeded simulator of whole fleets: the product's state machines, everything around them faked."""
