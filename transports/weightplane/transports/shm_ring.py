@@ -62,17 +62,11 @@ _R_FENCE = 96
 _R_COUNT, _R_DROPPED, _R_QUEUE = 128 // 8, 136 // 8, 144 // 8
 _R_BYTES: Final = 144
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
-_syscall.argtypes = (
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_long,
-    ctypes.c_long,
-    ctypes.c_void_p,
-    *(ctypes.c_long,) * 2,
-)
+_SYSCALL_ARGS = (ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, *(ctypes.c_long,) * 2)
+_sleeping_call = ctypes.CDLL(None).syscall
+_quick_call = ctypes.PyDLL(None).syscall  # keeps the GIL: freed for a microsecond, it could be gone for 5 ms
+for _call in (_sleeping_call, _quick_call):
+    _call.restype, _call.argtypes = ctypes.c_long, _SYSCALL_ARGS
 _machine = platform.machine()
 #: System call number of futex, None where it is not known and waiting is by short sleeps.
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(_machine)
@@ -96,19 +90,19 @@ def futex_wait(address: int, value: int) -> None:
     if _FUTEX is None:
         select.select((), (), (), 0.0005)
     else:
-        _syscall(_FUTEX, address, 0, value & 0xFFFFFFFF, _slice_at, 0, 0)
+        _sleeping_call(_FUTEX, address, 0, value & 0xFFFFFFFF, _slice_at, 0, 0)
 
 
 def futex_wake(address: int) -> None:
     """Wake every sleeper on ``address``, in any process."""
     if _FUTEX is not None:
-        _syscall(_FUTEX, address, 1, 0x7FFFFFFF, 0, 0, 0)
+        _quick_call(_FUTEX, address, 1, 0x7FFFFFFF, 0, 0, 0)
 
 
 def _memory_fence() -> None:
     """Order memory accesses before and after, where the machine does not: the kernel's futex wake is a full barrier."""
     if not _ORDERED:
-        _syscall(_FUTEX or 0, _dummy_at, 1, 0, 0, 0, 0)
+        _quick_call(_FUTEX or 0, _dummy_at, 1, 0, 0, 0, 0)
 
 
 def _digest(key: bytes, size: int, *parts: str) -> bytes:
