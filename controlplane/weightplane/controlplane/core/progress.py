@@ -14,7 +14,6 @@ from .tx import Tx
 __all__ = [
     "compare_voted",
     "covered",
-    "digests_complete",
     "gate_open",
     "live_channels",
     "maybe_armed",
@@ -38,12 +37,6 @@ def live_channels(u: Update) -> list[str]:
     """Channels that still have an active participant."""
     alive = {p.channel_id for p in u.active()}
     return [c for c in u.channels if c in alive]
-
-
-def digests_complete(u: Update, channels: Iterable[str]) -> bool:
-    """Whether every rank put its digests for these channels. Every rank that declared a call is a sender."""
-    ranks = {r for call in u.calls for r in call.ranks} or {0}
-    return all((c, r) in u.digests_in for c in channels for r in ranks)
 
 
 def gate_open(u: Update) -> bool:

@@ -193,7 +193,7 @@ def rank_gone(tx: Tx, e: RankGone) -> None:
         return
     rank = t.ranks[e.rank]
     watches = max(0, rank.watches - 1)
-    until = rank.lease_until if watches else max(rank.lease_until, tx.now + tx.state.config.ttl_s)
+    until = rank.lease_until if watches else tx.now + tx.state.config.ttl_s  # time to dial again, and no more
     rank = replace(rank, watches=watches, lease_until=until)
     tx.put_trainer(replace(t, ranks={**t.ranks, e.rank: rank}))
     tx.quietly(f"a stream of rank {e.rank} ended")

@@ -383,11 +383,15 @@ def _weights_refusal(tx: Tx, u: Update, e: UpdateWeights) -> Failure | None:
                 return Failure(
                     Reason.INVALID_ARGUMENT, f"buckets {max(first, f2)} of channel {channel} are declared twice"
                 )
-    return _in_place_refusal(u, ranges)
+    return _in_place_refusal(u, ranges, e.rank)
 
 
-def _in_place_refusal(u: Update, ranges: tuple[tuple[str, int, int], ...]) -> Failure | None:
-    """In-place channels start only after every staged participant is prepared (rule 3)."""
+def _in_place_refusal(u: Update, ranges: tuple[tuple[str, int, int], ...], rank: int) -> Failure | None:
+    """In-place channels start only after every staged participant is prepared (rule 3).
+
+    The caller's own digests must be in; other ranks' are waited for, since nobody is armed before the votes are
+    verified.
+    """
     modes = {p.channel_id: p.mode for p in u.active()}
     if len(set(modes.values())) < 2 or all(modes.get(c) is not Mode.IN_PLACE for c, _, _ in ranges):
         return None
@@ -397,10 +401,9 @@ def _in_place_refusal(u: Update, ranges: tuple[tuple[str, int, int], ...]) -> Fa
         message = "a mixed update declares its staged channels first, in a call of their own"
     elif not all(progress.covered(u, c) for c in staged):
         message = f"staged channels {staged} are not fully declared yet"
-    elif u.options.verify is not Verify.OFF and not progress.digests_complete(u, staged):
-        return Failure(
-            Reason.DIGESTS_REQUIRED, "a mixed update needs PutDigests for its staged channels before in-place bytes"
-        )
+    elif u.options.verify is not Verify.OFF and not all((c, rank) in u.digests_in for c in staged):
+        text = f"a mixed update needs rank {rank}'s digests of its staged channels {staged} before in-place bytes"
+        return Failure(Reason.DIGESTS_REQUIRED, text, f"rank/{rank}")
     return Failure(Reason.WRONG_PHASE, message, phase=u.phase.value) if message else None
 
 

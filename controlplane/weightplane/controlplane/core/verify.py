@@ -20,7 +20,7 @@ from .placement import box_text
 from .plan import Plan
 from .reasons import Failure, Reason
 
-__all__ = ["PlanIndex", "WorkerReceipt", "compare", "sampled_regions"]
+__all__ = ["PlanIndex", "WorkerReceipt", "compare", "expected_table", "sampled_regions"]
 
 _MASK = (1 << 64) - 1
 
@@ -46,9 +46,10 @@ def sampled_regions(update_id: str, regions: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PlanIndex:
-    """A plan's regions by sender and by receiver, worked out once."""
+    """A plan's regions by sender and by receiver, worked out once; equal receivers share what is theirs."""
 
     plan: Plan
+    manifest: Manifest
 
     @cached_property
     def _by_sender(self) -> dict[str, array[int]]:
@@ -58,28 +59,56 @@ class PlanIndex:
         return out
 
     @cached_property
-    def _by_receiver(self) -> dict[str, array[int]]:
+    def _shares(self) -> dict[str, _Share]:
         by_set: dict[tuple[str, ...], array[int]] = {}
         for i, r in enumerate(self.plan.regions):
             by_set.setdefault(r.receivers, array("q")).append(i)
-        out: dict[str, array[int]] = {}
-        for receivers, indices in by_set.items():
+        sets_of: dict[str, list[tuple[str, ...]]] = {}
+        for receivers in by_set:
             for member in receivers:
-                out[member] = indices if member not in out else array("q", sorted((*out[member], *indices)))
+                sets_of.setdefault(member, []).append(receivers)
+        shares: dict[tuple[tuple[str, ...], ...], _Share] = {}
+        out: dict[str, _Share] = {}
+        for member, sets in sets_of.items():
+            key = tuple(sets)
+            if key not in shares:
+                shares[key] = self._share(sorted(i for s in sets for i in by_set[s]))
+            out[member] = shares[key]
         return out
+
+    def _share(self, indices: Sequence[int]) -> _Share:
+        regions = [self.plan.regions[i] for i in indices]
+        size = [DTYPE_BYTES[t.dtype] for t in self.manifest.tensors]
+        elements = sum(r.nbytes // size[r.tensor] for r in regions)
+        return _Share(array("q", indices), sum(r.nbytes for r in regions), elements)
 
     @cached_property
     def bytes_for(self) -> dict[str, int]:
         """Payload bytes per receiving member."""
-        return {m: sum(self.plan.regions[i].nbytes for i in ix) for m, ix in self._by_receiver.items()}
+        return {member: share.nbytes for member, share in self._shares.items()}
+
+    def elements_for(self, member: str) -> int:
+        """Elements that ``member`` receives, each region once."""
+        share = self._shares.get(member)
+        return share.elements if share is not None else 0
 
     def sent_by(self, sender: str) -> Sequence[int]:
         """Indices of the regions that ``sender`` sends, in plan order."""
         return self._by_sender.get(sender, array("q"))
 
-    def received_by(self, member: str) -> Sequence[int]:
+    def received_by(self, member: str) -> array[int]:
         """Indices of the regions that ``member`` receives, in plan order."""
-        return self._by_receiver.get(member, array("q"))
+        share = self._shares.get(member)
+        return share.regions if share is not None else array("q")
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one receiver gets: region indices, and their sizes in all."""
+
+    regions: array[int]
+    nbytes: int
+    elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,69 +119,11 @@ class WorkerReceipt:
     evidence: Evidence
     bytes_received: int
     elements_written: int
-    digests: Sequence[int]
+    digests: array[int]
 
 
-def compare(
-    manifest: Manifest,
-    index: PlanIndex,
-    update_id: str,
-    verify: Verify,
-    expected: Mapping[str, Sequence[int]],
-    members: Sequence[str],
-    receipts: Mapping[str, WorkerReceipt],
-) -> tuple[Evidence, Failure | None]:
-    """The weakest evidence of these workers, and what is wrong if anything is. ``expected``: digests by sender."""
-    weakest = Evidence.LIVE
-    for member in members:
-        receipt = receipts.get(member)
-        failure = _counts(manifest, index, member, receipt)
-        if failure is not None:
-            return Evidence.NONE, failure
-        assert receipt is not None
-        weakest = min(weakest, receipt.evidence)
-        if receipt.evidence is Evidence.NONE:
-            return Evidence.NONE, Failure(
-                Reason.INCOMPLETE, f"{member}: expected a receipt with evidence, found none", member
-            )
-    if verify is Verify.OFF:
-        return weakest, None
-    table = _expected_by_region(index, expected)
-    if isinstance(table, Failure):
-        return Evidence.NONE, table
-    sample = frozenset(sampled_regions(update_id, len(table))) if verify is Verify.SAMPLED else None
-    for member in members:
-        failure = _digests(manifest, index, member, table, receipts[member].digests, sample)
-        if failure is not None:
-            return Evidence.NONE, failure
-    return weakest, None
-
-
-def _counts(manifest: Manifest, index: PlanIndex, member: str, receipt: WorkerReceipt | None) -> Failure | None:
-    if receipt is None:
-        return Failure(Reason.INCOMPLETE, f"{member} voted without a complete receipt: PutReceipt comes first", member)
-    if receipt.plan_id != index.plan.id:
-        message = f"{member}: expected a receipt of plan {index.plan.id}, found one of {receipt.plan_id!r}"
-        return Failure(Reason.INCOMPLETE, message, member)
-    want = index.bytes_for.get(member, 0)
-    if receipt.bytes_received != want:
-        message = f"{member}: expected {want} payload bytes, found {receipt.bytes_received} in place"
-        return Failure(Reason.INCOMPLETE, message, member)
-    if receipt.evidence >= Evidence.CONSUMED:
-        elements = sum(_elements(manifest, index.plan, i) for i in index.received_by(member))
-        if receipt.elements_written != elements:
-            message = f"{member}: expected {elements} elements written by the engine, found {receipt.elements_written}"
-            return Failure(Reason.INCOMPLETE, message, member)
-    return None
-
-
-def _elements(manifest: Manifest, plan: Plan, region: int) -> int:
-    r = plan.regions[region]
-    return r.nbytes // DTYPE_BYTES[manifest.tensors[r.tensor].dtype]
-
-
-def _expected_by_region(index: PlanIndex, expected: Mapping[str, Sequence[int]]) -> array[int] | Failure:
-    """Expected digests in the order of ``Plan.regions``."""
+def expected_table(index: PlanIndex, expected: Mapping[str, Sequence[int]]) -> array[int] | Failure:
+    """Expected digests in the order of ``Plan.regions``, from those of each sender; or whose are missing."""
     table = array("Q", bytes(8 * len(index.plan.regions)))
     for sender in sorted({r.sender for r in index.plan.regions}):
         regions, digests = index.sent_by(sender), expected.get(sender)
@@ -165,26 +136,69 @@ def _expected_by_region(index: PlanIndex, expected: Mapping[str, Sequence[int]])
     return table
 
 
-def _digests(
-    manifest: Manifest,
+def compare(
     index: PlanIndex,
-    member: str,
+    update_id: str,
+    verify: Verify,
     table: array[int],
-    found: Sequence[int],
-    sample: frozenset[int] | None,
+    members: Sequence[str],
+    receipts: Mapping[str, WorkerReceipt],
+) -> tuple[Evidence, Failure | None]:
+    """The weakest evidence of these workers, and what is wrong if anything is. ``table``: see ``expected_table``."""
+    weakest = Evidence.LIVE
+    for member in members:
+        receipt = receipts.get(member)
+        failure = _counts(index, member, receipt)
+        if failure is not None:
+            return Evidence.NONE, failure
+        assert receipt is not None
+        weakest = min(weakest, receipt.evidence)
+    if verify is Verify.OFF:
+        return weakest, None
+    sample = frozenset(sampled_regions(update_id, len(table))) if verify is Verify.SAMPLED else None
+    for member in members:
+        failure = _digests(index, member, table, receipts[member].digests, sample)
+        if failure is not None:
+            return Evidence.NONE, failure
+    return weakest, None
+
+
+def _counts(index: PlanIndex, member: str, receipt: WorkerReceipt | None) -> Failure | None:
+    if receipt is None:
+        message = f"{member} voted without a complete receipt: PutReceipt comes first"
+    elif receipt.plan_id != index.plan.id:
+        message = f"{member}: expected a receipt of plan {index.plan.id}, found one of {receipt.plan_id!r}"
+    elif receipt.evidence is Evidence.NONE:
+        message = f"{member}: expected a receipt with evidence, found none"
+    elif receipt.bytes_received != index.bytes_for.get(member, 0):
+        want = index.bytes_for.get(member, 0)
+        message = f"{member}: expected {want} payload bytes, found {receipt.bytes_received} in place"
+    elif receipt.evidence >= Evidence.CONSUMED and receipt.elements_written != index.elements_for(member):
+        want, found = index.elements_for(member), receipt.elements_written
+        message = f"{member}: expected {want} elements written by the engine, found {found}"
+    else:
+        return None
+    return Failure(Reason.INCOMPLETE, message, member)
+
+
+def _digests(
+    index: PlanIndex, member: str, table: array[int], found: array[int], sample: frozenset[int] | None
 ) -> Failure | None:
     regions = index.received_by(member)
     if len(found) != len(regions):
         message = f"{member}: expected {len(regions)} digests, found {len(found)}: a region was not hashed"
         return Failure(Reason.INCOMPLETE, message, member)
+    if len(regions) == len(table) and found == table:
+        return None  # it receives everything, and all is equal: said at the speed of memory
     wrong = [
         i for i, digest in zip(regions, found, strict=True) if digest != table[i] and (sample is None or i in sample)
     ]
     if not wrong:
         return None
-    names = list(dict.fromkeys(manifest.tensors[index.plan.regions[i].tensor].name for i in wrong))
+    plan, tensors = index.plan, index.manifest.tensors
+    names = list(dict.fromkeys(tensors[plan.regions[i].tensor].name for i in wrong))
     by_region = dict(zip(regions, found, strict=True))
-    first = index.plan.regions[wrong[0]]
+    first = plan.regions[wrong[0]]
     message = (
         f"{member}: {len(wrong)} of {len(regions)} regions differ from the trainer's, in {len(names)} tensor(s): "
         f"{', '.join(map(repr, names[:5]))}{' and more' if len(names) > 5 else ''}. First: {names[0]!r}, box "
