@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from array import array
 from dataclasses import replace
 
 import pytest
 
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import Evidence, Verify
-from weightplane.controlplane.core.placement import full_placement
+from weightplane.controlplane.core.placement import Placement, full_placement
 from weightplane.controlplane.core.planner import make_plan
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.core.shards import chunk_placement
-from weightplane.controlplane.core.verify import PlanIndex, WorkerReceipt, compare, sampled_regions
+from weightplane.controlplane.core.verify import PlanIndex, WorkerReceipt, compare, expected_table, sampled_regions
 
 MANIFEST = Manifest.of(
     [
@@ -25,7 +27,8 @@ MANIFEST = Manifest.of(
 )
 SENDERS = [chunk_placement(f"rank/{r}", MANIFEST, r, 2) for r in range(2)]
 INDEX = PlanIndex(
-    make_plan(MANIFEST, SENDERS, [full_placement("a/0", MANIFEST), chunk_placement("a/1", MANIFEST, 0, 2)], 64)
+    make_plan(MANIFEST, SENDERS, [full_placement("a/0", MANIFEST), chunk_placement("a/1", MANIFEST, 0, 2)], 64),
+    MANIFEST,
 )
 MEMBERS = ("a/0", "a/1")
 
@@ -46,7 +49,7 @@ def receipts() -> dict[str, WorkerReceipt]:
         elements = sum(
             r.nbytes // {"float32": 4, "bfloat16": 2, "int8": 1}[MANIFEST.tensors[r.tensor].dtype] for r in sizes
         )
-        digests = [digest(i) for i in regions]
+        digests = array("Q", (digest(i) for i in regions))
         out[m] = WorkerReceipt(INDEX.plan.id, Evidence.LIVE, sum(r.nbytes for r in sizes), elements, digests)
     return out
 
@@ -54,7 +57,10 @@ def receipts() -> dict[str, WorkerReceipt]:
 def check(
     got: dict[str, WorkerReceipt], verify: Verify = Verify.FULL, want: dict[str, list[int]] | None = None
 ) -> tuple[Evidence, Failure | None]:
-    return compare(MANIFEST, INDEX, "u-1", verify, expected() if want is None else want, MEMBERS, got)
+    table = expected_table(INDEX, expected() if want is None else want)
+    if isinstance(table, Failure):
+        return Evidence.NONE, table
+    return compare(INDEX, "u-1", verify, table, MEMBERS, got)
 
 
 @pytest.mark.parametrize("verify", [Verify.FULL, Verify.SAMPLED, Verify.OFF])
@@ -77,7 +83,7 @@ def test_the_weakest_worker_names_the_evidence() -> None:
         ({"bytes_received": 3}, Reason.INCOMPLETE, "payload bytes"),
         ({"elements_written": 3}, Reason.INCOMPLETE, "elements written"),
         ({"plan_id": "p-other"}, Reason.INCOMPLETE, "p-other"),
-        ({"digests": []}, Reason.INCOMPLETE, "digests, found 0"),
+        ({"digests": array("Q")}, Reason.INCOMPLETE, "digests, found 0"),
     ],
 )
 def test_counts_and_missing_digests_are_named(change: dict[str, object], reason: Reason, says: str) -> None:
@@ -105,7 +111,7 @@ def test_a_missing_receipt_and_missing_expectations() -> None:
 
 def test_a_mismatch_names_tensors_counts_them_and_shows_the_first() -> None:
     got = receipts()
-    wrong = [d ^ 1 for d in got["a/0"].digests]
+    wrong = array("Q", (d ^ 1 for d in got["a/0"].digests))
     got["a/0"] = replace(got["a/0"], digests=wrong)
     _, failure = check(got)
     assert failure is not None and failure.reason is Reason.DIGEST_MISMATCH
@@ -119,7 +125,7 @@ def test_one_bit_of_one_region_is_enough_for_full_and_for_its_sample() -> None:
     sample = set(sampled_regions("u-1", len(INDEX.plan.regions)))
     for n, region in enumerate(INDEX.received_by("a/1")):
         got = receipts()
-        changed = list(got["a/1"].digests)
+        changed = array("Q", got["a/1"].digests)
         changed[n] ^= 1 << 63
         got["a/1"] = replace(got["a/1"], digests=changed)
         assert check(got)[1] is not None
@@ -143,3 +149,18 @@ def test_samples_are_seeded_bounded_and_spread() -> None:
 def test_the_sample_is_fixed_for_other_languages() -> None:
     sample = [4, 8, 11, 15, 17, 24, 25, 29, 33, 36, 45, 46, 51, 52, 56, 58]
     assert sampled_regions("u-0123456789abcdef01234567", 64) == sample
+
+
+def test_equal_receivers_are_compared_at_the_speed_of_memory() -> None:
+    manifest = Manifest.of(TensorMeta(f"t{i}", "int8", (4,)) for i in range(20_000))
+    pieces = full_placement("any", manifest).pieces
+    workers = [Placement(f"r{i}/0", pieces) for i in range(8)]
+    index = PlanIndex(make_plan(manifest, [full_placement("rank/0", manifest)], workers, 1 << 20), manifest)
+    digests = array("Q", range(20_000))
+    table = expected_table(index, {"rank/0": digests})
+    assert not isinstance(table, Failure)
+    began = time.perf_counter()
+    for w in workers * 20:
+        got = WorkerReceipt(index.plan.id, Evidence.LIVE, 80_000, 80_000, array("Q", digests))
+        assert compare(index, "u", Verify.FULL, table, [w.member], {w.member: got}) == (Evidence.LIVE, None)
+    assert time.perf_counter() - began < 1.0

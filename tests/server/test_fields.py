@@ -36,6 +36,7 @@ from tests.server.scripted import (
 )
 from tests.server.test_artifacts import metas
 from tests.server.test_fleet import pausing
+from weightplane.controlplane.core.events import Tick
 from weightplane.controlplane.server import app, convert
 from weightplane.controlplane.server.app import ServerConfig
 from weightplane.controlplane.server.coordinator import Coordinator
@@ -68,6 +69,7 @@ class World:
         """Stages: bare, joined, granted, bound, committed, twice, started, armed, digested. One step at a time."""
         if stage == "bare":
             return
+        self.running.coordinator.ensure("g").submit(Tick())  # the first one counts as a change: not in between
         await self.replica.start()
         self.obeying = pausing(self.replica)
         if stage == "joined":

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from weightplane.controlplane.core.events import Compare, MakePlan
 from weightplane.controlplane.core.manifest import Manifest, ManifestError, TensorMeta
-from weightplane.controlplane.core.model import Evidence, PlanSummary
+from weightplane.controlplane.core.model import Evidence, PlanSummary, Verify
 from weightplane.controlplane.core.placement import Box, Piece, Placement, full_placement, placement_problems
-from weightplane.controlplane.core.plan import Plan, PlanError
+from weightplane.controlplane.core.plan import PlanError
 from weightplane.controlplane.core.planner import make_plan
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.controlplane.core.verify import PlanIndex, WorkerReceipt, compare
+from weightplane.controlplane.core.verify import PlanIndex, WorkerReceipt, compare, expected_table
 from weightplane.v1 import tensor_pb2
 
 from . import convert
@@ -70,11 +70,15 @@ class Receipt:
 
 @dataclass
 class OfUpdate:
-    """What is kept for the open update alone: expected digests by (plan, rank), receipts by member."""
+    """What is kept for the open update alone: expected digests by (plan, rank), receipts by member.
+
+    ``tables``: the expected digests of all ranks by plan, once they are complete.
+    """
 
     update_id: str
     digests: dict[tuple[str, int], Pages[int]] = field(default_factory=dict)
     receipts: dict[str, Receipt] = field(default_factory=dict)
+    tables: dict[str, array[int]] = field(default_factory=dict)
 
 
 class Artifacts:
@@ -233,8 +237,9 @@ class Artifacts:
         want = len(self.plan(plan_id).sent_by(f"rank/{rank}"))
         if total != want:
             invalid("total", f"{want}, the regions that rank/{rank} sends in plan {plan_id}", total)
-        digests = self.of(update_id).digests
-        pages = digests.setdefault((plan_id, rank), Pages(total))
+        kept = self.of(update_id)
+        kept.tables.pop(plan_id, None)
+        pages = kept.digests.setdefault((plan_id, rank), Pages(total))
         pages.add("digests", first, total, page)
         return pages.received == total
 
@@ -251,17 +256,30 @@ class Artifacts:
         receipts[member] = r
         return r.digests.received == r.digests.total
 
-    async def compare(self, e: Compare, manifest_id: str) -> tuple[Evidence, Failure | None]:
+    async def compare(self, e: Compare) -> tuple[Evidence, Failure | None]:
         """A participant's receipts against the expected digests."""
-        kept, manifest, index = self.of(e.update_id), self.manifest(manifest_id), self.plan(e.plan_id)
+        kept, index = self.of(e.update_id), self.plan(e.plan_id)
+        table = array("Q") if e.verify is Verify.OFF else self._table(kept, index)
+        if isinstance(table, Failure):
+            return Evidence.NONE, table
         receipts = {m: done for m in e.members if m in kept.receipts and (done := kept.receipts[m].complete())}
+        size = len(index.plan.regions) * len(e.members)
+        return await self._work(size, compare, index, e.update_id, e.verify, table, e.members, receipts)
+
+    def _table(self, kept: OfUpdate, index: PlanIndex) -> array[int] | Failure:
+        """Made once for all participants."""
+        table = kept.tables.get(index.plan.id)
+        if table is not None:
+            return table
         expected = {
             f"rank/{rank}": digests
             for (plan_id, rank), pages in kept.digests.items()
-            if plan_id == e.plan_id and (digests := pages.joined()) is not None
+            if plan_id == index.plan.id and (digests := pages.joined()) is not None
         }
-        size = len(index.plan.regions) * (1 + len(e.members))
-        return await self._work(size, compare, manifest, index, e.update_id, e.verify, expected, e.members, receipts)
+        made = expected_table(index, expected)
+        if not isinstance(made, Failure):
+            kept.tables[index.plan.id] = made
+        return made
 
 
 def _full(manifest: Manifest) -> Placement:
@@ -298,6 +316,6 @@ def _placement(manifest: Manifest, member: str, pieces: list[Piece]) -> Placemen
 
 
 def _plan(manifest: Manifest, senders: list[Placement], receivers: list[Placement], bucket_bytes: int) -> PlanIndex:
-    index = PlanIndex(make_plan(manifest, senders, receivers, bucket_bytes))
-    _ = index.bytes_for, index.sent_by(""), Plan
+    index = PlanIndex(make_plan(manifest, senders, receivers, bucket_bytes), manifest)
+    _ = index.bytes_for, index.sent_by("")  # worked out here, not on the loop
     return index

@@ -56,7 +56,7 @@ class Coordinator:
 
     async def stop(self) -> None:
         """End every stream, let queued writes finish, close the store."""
-        self._stopping = True
+        self._stopping, self._leads = True, False
         self._end_groups("the coordinator is stopping")
         for task in list(self._tasks):
             task.cancel()
@@ -143,10 +143,10 @@ class Coordinator:
             group.stop(stepping_down(message))
 
     async def _tick(self) -> None:
-        """Let time pass: busy groups ten times a second, idle ones twice."""
-        turn = 0
+        """Let time pass: ten times a second (oftener than members beat), for idle groups twice."""
+        turn, pause = 0, min(_TICK_S, self.config.beat_s / 4)
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(pause)
             turn += 1
             for group in list(self._groups.values()):
                 if group.over is None and (turn % 5 == 0 or group.busy):

@@ -17,7 +17,7 @@ from .watch import changes, paced
 __all__ = ["KEPT", "follow"]
 
 #: Changes kept per group. A watcher that was away for longer starts with a full picture.
-KEPT = 1024
+KEPT = 256
 
 
 class _Feed:

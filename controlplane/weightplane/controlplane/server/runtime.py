@@ -117,8 +117,8 @@ class Group:
     def busy(self) -> bool:
         """Whether time matters to the tenth of a second."""
         s = self.state
-        waiting = s.queue or s.waiters or (s.trainer is not None and s.trainer.waiters)
-        return s.open is not None or bool(waiting) or bool(s.replicas)
+        held = s.trainer is not None and not s.trainer.closed
+        return held or s.open is not None or bool(s.queue or s.waiters or s.replicas)
 
     async def call(self, make: Callable[[str], Event]) -> Reply:
         """Submit the event of a caller that waits; its answer, or the refusal as an exception."""
@@ -262,11 +262,8 @@ class Group:
 
     def _compare(self, e: Compare) -> None:
         async def verify() -> None:
-            u = self.find(e.update_id)
-            if u is None:
-                return
             try:
-                evidence, failure = await self.artifacts.compare(e, u.options.manifest_id)
+                evidence, failure = await self.artifacts.compare(e)
             except Refused as error:
                 evidence, failure = Evidence.NONE, error.failure
             self.submit(Verified(e.update_id, e.replica_id, e.incarnation, evidence, failure))
