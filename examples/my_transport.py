@@ -42,7 +42,7 @@ class _Side:
     def move(self, peer: str, bucket: Bucket, spans: Sequence[torch.Tensor], receive: bool) -> None:
         s = self.sockets[peer]
         for span in spans:
-            view = memoryview(span.numpy())
+            view = memoryview(span.numpy())  # type: ignore[arg-type]
             while view:
                 if self.reason:
                     raise ChannelAborted(self.reason, bucket=bucket.index)
