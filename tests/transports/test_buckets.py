@@ -188,6 +188,30 @@ def test_several_boxes_of_one_entry_and_a_callable() -> None:
     assert set(asked) == {0}
 
 
+def test_a_source_that_was_replaced_or_shows_other_memory_is_looked_at_anew() -> None:
+    manifest = Manifest.of([TensorMeta("w", "float32", (4, 4))])
+    plan = make_plan(manifest, [full_placement("s", manifest)], [full_placement("r", manifest)], 64)
+    box, bucket = full_box((4, 4)), plan.buckets[0]
+    parameter = torch.nn.Parameter(torch.randn(4, 4))
+    held: dict[int, Local] = {0: (parameter, box)}
+    spans = SourceSpans(plan, manifest, "s", held)
+
+    def check() -> None:
+        assert torch.equal(torch.cat(spans.spans(bucket)), as_bytes(held[0][0]))
+
+    check()
+    check()
+    parameter.data = torch.randn(4, 4)
+    check()
+    parameter.data = parameter.data.t()  # the same memory, read otherwise
+    check()
+    held[0] = (torch.randn(4, 4), box)
+    check()
+    held[0] = (torch.zeros(4, 4, dtype=torch.float64), box)
+    with pytest.raises(SpanError, match="float64"):
+        spans.spans(bucket)
+
+
 def test_what_does_not_fit_is_named() -> None:
     manifest = Manifest.of([TensorMeta("w", "float32", (4, 4))])
     plan = make_plan(manifest, [full_placement("s", manifest)], [full_placement("r", manifest)], 64)

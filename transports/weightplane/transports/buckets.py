@@ -163,6 +163,7 @@ class SourceSpans(_Spans):
     def __init__(self, plan: Plan, manifest: Manifest, member: str, tensors: Locals, *, keep: bool = False) -> None:
         super().__init__(plan, manifest, member, tensors, keep)
         self.buckets = buckets_from(plan, member)
+        self._views: dict[int, tuple[torch.Tensor, tuple[object, ...], torch.Tensor]] = {}  # by region
 
     def spans(self, bucket: Bucket) -> list[torch.Tensor]:
         """1-D uint8 tensors whose bytes, in order, are the bucket's. See the module text for how long they live."""
@@ -172,8 +173,7 @@ class SourceSpans(_Spans):
         for segment in bucket.segments:
             if segment.region != at:
                 at = segment.region
-                view = self._region(self.plan.regions[at])
-                flat = flat_bytes(view) if is_row_major(view) else None
+                view, flat = self._region(at)
             assert view is not None
             stop = segment.offset + segment.nbytes
             if flat is not None:
@@ -185,15 +185,33 @@ class SourceSpans(_Spans):
                 out.append(span)
         return out
 
-    def _region(self, region: Region) -> torch.Tensor:
-        meta = self.manifest.tensors[region.tensor]
+    def _region(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A region of a local tensor, and its live bytes if they are contiguous."""
+        region = self.plan.regions[index]
         found = _lookup(self._tensors, region.tensor)
+        known = self._views.get(index)
+        if known is not None:  # 10,000 small tensors are looked at anew only if one was replaced
+            tensor, state, flat = known
+            if any(t is tensor for t, _ in found) and _state(tensor) == state:
+                return tensor, flat
         for tensor, box in found:
             if _inside(region.box, box):
                 self._check(region.tensor, tensor, box)
-                return _sub(tensor.detach().resolve_conj().resolve_neg(), box, region.box)
+                view = _sub(tensor.detach().resolve_conj().resolve_neg(), box, region.box)
+                if not is_row_major(view):
+                    return view, None
+                flat = flat_bytes(view)
+                if isinstance(self._tensors, dict) and view.data_ptr() == tensor.data_ptr():
+                    self._views[index] = (tensor, _state(tensor), flat)
+                return view, flat
         held = [list(box) for _, box in found] or "nothing"
-        raise SpanError(f"tensor {meta.name!r}: {self.member!r} must send box {list(region.box)} but holds {held}")
+        name = self.manifest.tensors[region.tensor].name
+        raise SpanError(f"tensor {name!r}: {self.member!r} must send box {list(region.box)} but holds {held}")
+
+
+def _state(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Changes when a tensor object gets other memory, or shows it otherwise (``.data =``)."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class _Sink:
@@ -221,6 +239,7 @@ class SinkSpans(_Spans):
         for i in range(len(manifest)):
             self._entries.setdefault(manifest.root(i), []).append(i)
         self._homes: dict[tuple[int, Box], list[torch.Tensor]] = {}
+        self._regions: dict[int, tuple[list[torch.Tensor], torch.Tensor | None]] = {}
         self._open: tuple[Bucket, list[_Sink]] | None = None
 
     def spans(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -231,8 +250,12 @@ class SinkSpans(_Spans):
         for segment in bucket.segments:
             if segment.region != at:
                 at = segment.region
-                views = self._region(self.plan.regions[at])
-                flat = flat_bytes(views[0]) if is_row_major(views[0]) else None
+                known = self._regions.get(at)
+                if known is None:
+                    views = self._region(self.plan.regions[at])
+                    known = (views, flat_bytes(views[0]) if is_row_major(views[0]) else None)
+                    self._regions[at] = known
+                views, flat = known
             stop = segment.offset + segment.nbytes
             if flat is not None:
                 whole = segment.offset == 0 and stop == flat.numel()

@@ -172,6 +172,7 @@ class ShmSendChannel(_Channel, SendChannel):
             offset += n
             self._resume = (bucket.index, offset)
             failpoints.hit("shm.send.inside")
+        self._resume = (-1, 0)
         failpoints.hit("shm.send.after")
 
     def flush(self) -> None:
