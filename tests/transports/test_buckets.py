@@ -272,9 +272,9 @@ def test_ten_thousand_tiny_tensors_are_fast() -> None:
     plan = make_plan(manifest, [full_placement("s", manifest)], [full_placement("r", manifest)], 1 << 20)
     source = {i: (torch.zeros(16), full_box((16,))) for i in range(10_000)}
     spans, sinks = SourceSpans(plan, manifest, "s", source), SinkSpans(plan, manifest, "r", source)
-    start = time.perf_counter()
+    start = time.thread_time()
     for bucket in plan.buckets:
         spans.spans(bucket)
         sinks.spans(bucket)
         sinks.complete(bucket)
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
