@@ -251,3 +251,31 @@ def _abort(trainer: Trainer, update_id: str) -> Any:
     from weightplane.v1 import weight_transfer_pb2 as wt
 
     return wt.AbortUpdateRequest(request_id="a", group="g", generation=trainer.generation, update_id=update_id)
+
+
+async def test_a_member_that_never_reads_holds_nothing_up() -> None:
+    async with server() as running, fleet(running.address, 1) as (trainer, _):
+        group = running.coordinator.group("g")
+        small = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))  # flow-control windows
+        async with dial(running.address, *small) as channel:
+            deaf = ag_grpc.AgentServiceStub(channel).Session()
+            await deaf.write(hello(agent_id="deaf", replica=replica_hello(labels={"x": "y" * 200})))
+            await until(lambda: "deaf" in group.state.replicas, "its hello")
+            session = group.sessions["deaf", "control"]
+            revision = -1
+            while revision != session.revision:  # until the windows are full and a write waits
+                revision = session.revision
+                for _ in range(300):
+                    session.wake()
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0.05)
+            assert (await trainer.publish()).phase == up.UPDATE_PHASE_COMMITTED
+            stuck = session.revision
+            async with dial(running.address) as other:
+                newer = ag_grpc.AgentServiceStub(other).Session()
+                await newer.write(hello(agent_id="deaf"))
+                await newer.read()
+                await until(lambda: group.sessions["deaf", "control"] is not session, "the newer session")
+                assert session.ended.done() and session.revision == stuck
+                newer.cancel()
+            deaf.cancel()
