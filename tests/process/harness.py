@@ -20,7 +20,7 @@ import grpc
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, update_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
-BEAT_S, TTL_S = 0.2, 1.5
+BEAT_S, TTL_S = 0.2, 3.0  # a SIGKILL is told at once by the heartbeat's process; the TTL only forgives a busy machine
 GROUP = "g"
 T = TypeVar("T")
 
@@ -221,6 +221,12 @@ class Fleet:
             return not serving or info.serving_address == serving
 
         eventually(here, f"{name} is here")
+
+    def start(self, name: str, argv: list[str]) -> Child:
+        child: Child = self._take()
+        child.become(name, argv)
+        self.children[name] = child
+        return child
 
     def start_trainer(self) -> Trainer:
         child: Trainer = self._take()

@@ -68,9 +68,9 @@ def main() -> None:
 
         trainer.main(argv[1:])
     elif argv[0] == "worker":
-        from tests.process import remote
+        from tests.process.remote import main as worker
 
-        remote.main(argv[1:])
+        worker(argv[1:])
     else:
         weightplane.cli.main.app(argv, prog_name="weightplane")
 

@@ -18,7 +18,7 @@ from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import Evidence, Timings, Verify
 from weightplane.controlplane.core.plan import Plan
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.transports.base import Transport
+from weightplane.transports.base import PeerLost, Transport
 
 from .caches import Newest
 from .engines.base import Description, Engine, EngineUpdate
@@ -35,6 +35,7 @@ log = logging.getLogger("weightplane.inference_agent")
 
 _KEPT = 4  # manifests, plans, sinks remembered
 _DRAIN_S = 5.0  # an aborted transfer leaves within one; after this it is left behind
+_HEARSAY_S = 0.5  # a sender that is gone did not go by our fault: the coordinator's word of the cause is waited for
 _PLACED = 8  # the coordinator remembers the newest 15
 
 
@@ -183,6 +184,8 @@ class Operations:
             except Abandoned:
                 return  # dropped meanwhile: the drain behind us says so
             except Exception as e:
+                if isinstance(e, PeerLost) and not applying:
+                    t.cancelled.wait(_HEARSAY_S)
                 if t.cancelled.is_set() and not applying:
                     log.info("update %s: %s ended by its abort: %s", t.update_id, doing, e, extra=t.extra)
                     return
