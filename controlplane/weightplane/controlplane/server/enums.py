@@ -42,7 +42,9 @@ __all__ = [
 
 
 class Pairs:
-    """One enum of the contract beside the core's, by the names that both use. ``zero``: what UNSPECIFIED means."""
+    """One enum of the contract beside the core's, by the names that both use. ``zero``: what UNSPECIFIED
+    means. Without a core enum the names themselves stand for it.
+    """
 
     def __init__(self, proto: Any, prefix: str, core: Any, zero: Any = None) -> None:
         self._to_core: dict[int, Any] = {}
@@ -52,7 +54,7 @@ class Pairs:
             short = proto_name.removeprefix(prefix)
             if short == "UNSPECIFIED":
                 continue
-            value = short if core is str else core[short]
+            value = short if core is None else core[short]
             self._names.append(short)
             self._to_core[number] = value
             self._to_proto[value] = number
@@ -78,11 +80,11 @@ CACHE = Pairs(common_pb2.CachePolicy, "CACHE_POLICY_", CachePolicy, CachePolicy.
 VERIFY = Pairs(common_pb2.VerifyLevel, "VERIFY_LEVEL_", Verify, Verify.DEFAULT)
 EVIDENCE = Pairs(common_pb2.Evidence, "EVIDENCE_", Evidence, Evidence.NONE)
 REASON = Pairs(common_pb2.Reason, "REASON_", Reason)
-ON_BUSY = Pairs(common_pb2.OnBusy, "ON_BUSY_", str, "REFUSE")
+ON_BUSY = Pairs(common_pb2.OnBusy, "ON_BUSY_", None, "REFUSE")
 PHASE = Pairs(update_pb2.UpdatePhase, "UPDATE_PHASE_", Phase)
 WEIGHTS = Pairs(update_pb2.WeightsState, "WEIGHTS_STATE_", Weights)
 STAGE = Pairs(agent_pb2.ReplicaStage, "REPLICA_STAGE_", Stage, Stage.NONE)
 PROCESS = Pairs(agent_pb2.ProcessState, "PROCESS_STATE_", Process, Process.RUNNING)
 ADMIN = Pairs(fleet_pb2.AdminState, "ADMIN_STATE_", Admin)
 LIVENESS = Pairs(fleet_pb2.Liveness, "LIVENESS_", Liveness)
-FAILURE_POLICY = Pairs(fleet_pb2.FailurePolicy, "FAILURE_POLICY_", str, "RAISE")
+FAILURE_POLICY = Pairs(fleet_pb2.FailurePolicy, "FAILURE_POLICY_", None, "RAISE")
