@@ -419,7 +419,7 @@ def inv_own_pause(after: replica.ReplicaState, effects: list[Any], engine: Any) 
             continue
         if e.holder in {h for h, _ in after.wanted} or (e.holder == "dirty" and after.dirty):
             raise Violation("inv_pause_holders", f"{after.incarnation} lets go of {e.holder}'s pause, which is wanted")
-        if e.holder == "update" and engine.mixed and engine.life and "dirty" not in engine.paused:
+        if e.holder == "update" and engine.mixed and engine.life and not after.dirty:
             raise Violation("inv_flip", f"{after.incarnation} resumes although its workers hold {engine.labels}")
         t = after.taking
         if e.holder == "update" and t is not None and not t.over and t.pause is not None:

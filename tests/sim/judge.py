@@ -184,7 +184,8 @@ class Judge:
         elif write.kind == "decide":
             inv.inv_decided_once(write.update.update_id, write.update.version, self.decided, self.aborted)
             self.decided[write.update.update_id] = write.update.version
-            self.rewinding = False if c is self.w.leader or True else self.rewinding
+            if write.update.generation == c.state.last_generation:
+                self.rewinding = False
 
     # --- replicas ---
 

@@ -81,7 +81,49 @@ def planted(plant: Plant):
 PLANTS: list[Plant] = []
 
 #: Seeds that find a plant fast today. Any seed may serve: the search goes on with the others.
-HINTS: dict[str, int] = {}
+HINTS: dict[str, int] = {
+    "reports_of_former_lives_count": 24,
+    "agents_obey_any_epoch": 4,
+    "drained_replicas_join": 1,
+    "participants_follow_restarts": 11,
+    "in_place_starts_at_once": 2,
+    "bytes_before_armed": 2,
+    "votes_before_drained": 5,
+    "unknown_means_written": 8,
+    "aborts_do_not_wait_in_deciding": 16,
+    "doubt_means_drop": 29,
+    "one_worker_is_enough": 24,
+    "aborted_before_drained": 4,
+    "a_living_holder_loses_the_group": 5,
+    "fenced_trainers_go_on": 7,
+    "answered_before_durable": 5,
+    "rewinding_waits_for_rollouts": 7,
+    "a_busy_group_begins_another": 3,
+    "a_restart_forgets_what_is_committed": 3,
+    "the_freeze_forgets_its_version": 1,
+    "applies_while_generating": 0,
+    "beats_of_former_lives_count": 1,
+    "the_prepare_deadline_is_not_enforced": 4,
+    "a_drain_may_take_for_ever": 35,
+    "aborts_are_told_at_the_end": 4,
+    "silent_replicas_are_waited_for": 14,
+    "silent_trainers_are_waited_for": 43,
+    "votes_are_not_compared": 23,
+    "a_new_life_inherits_its_version": 0,
+    "agents_report_what_they_remember": 0,
+    "dirty_replicas_stay_dirty": 4,
+    "the_store_decides_again": 15,
+    "commit_before_the_store": 2,
+    "doubt_resolves_to_abort": 59,
+    "voters_abort_at_the_deadline": 12,
+    "pending_replicas_join": 14,
+    "excluded_replicas_commit": 11,
+    "dirty_is_not_fenced": 2,
+    "a_resume_removes_every_pause": 9,
+    "ready_means_routable": 5,
+    "votes_apply_at_once": 2,
+    "stepping_down_in_silence": 29,
+}
 
 
 def plant(covers: str, found_by: str, boost: tuple[str, ...] = ()):
@@ -317,7 +359,9 @@ def applies_while_generating(p: Patch) -> None:
     p.attr(replica, "_ready_paused", lambda tx, m: True if tx.state.taking.decision == "COMMIT" else old(tx, m))
 
 
-@plant("a stale epoch, generation or incarnation changes nothing", "inv_stale_changes_nothing")
+@plant(
+    "a stale epoch, generation or incarnation changes nothing", "inv_stale_changes_nothing", ("r.kill", "r.agent_kill")
+)
 def beats_of_former_lives_count(p: Patch) -> None:
     """A heartbeat's incarnation is not compared."""
     old = members.beat
@@ -372,7 +416,7 @@ def silent_trainers_are_waited_for(p: Patch) -> None:
     p.attr(trainers, "tick", lambda tx: None)
 
 
-@plant("finish never succeeds short of its manifest", "inv_finish_complete")
+@plant("finish never succeeds short of its manifest", "inv_finish_complete", ("r.corrupt",))
 def votes_are_not_compared(p: Patch) -> None:
     """Who votes counts as verified, whatever arrived."""
     old = progress.maybe_decide
@@ -386,7 +430,11 @@ def votes_are_not_compared(p: Patch) -> None:
     p.attr(progress, "maybe_decide", maybe_decide)
 
 
-@plant("an engine that never got an update is never reported at the trainer's version", "inv_held_is_true")
+@plant(
+    "an engine that never got an update is never reported at the trainer's version",
+    "inv_held_is_true",
+    ("r.agent_kill", "r.engine_restart"),
+)
 def a_new_life_inherits_its_version(p: Patch) -> None:
     """A replica that comes back as a new life keeps what the old one held."""
     old = members.hello
@@ -420,13 +468,7 @@ def dirty_replicas_stay_dirty(p: Patch) -> None:
     p.item(members._WEIGHTS_JOINS, Weights.DIRTY, False)
 
 
-@plant("after any failure a full update works with no restart of the survivors", "inv_heals")
-def the_next_update_is_forgotten(p: Patch) -> None:
-    """A replica that was still dropping does not take up the update it was asked for meanwhile; nor is it asked again."""
-    p.attr(replica, "_next", lambda tx: None)
-
-
-@plant("a decision is made at most once", "inv_decided_once")
+@plant("a decision is made at most once", "inv_decided_once", ("c.rival", "s.slow"))
 def the_store_decides_again(p: Patch) -> None:
     """The store takes a decision about an update that was aborted under an older epoch."""
     old = records._decide
@@ -461,9 +503,10 @@ def commit_before_the_store(p: Patch) -> None:
     p.attr(ending, "decide", decided)
 
 
-@plant("what was decided is decided for all", "inv_one_outcome")
+@plant("what was decided is decided for all", "inv_one_outcome", ("c.crash", "c.rival", "r.break"))
 def doubt_resolves_to_abort(p: Patch) -> None:
-    """A replica that asks is told to drop, also what was committed."""
+    """A restarted coordinator tells who asks to drop, also what was committed."""
+    p.attr(members, "_owes", lambda u, r: False)
     p.attr(desired, "resolve", lambda state, update_id, replica_id: "ABORT")
 
 
@@ -479,25 +522,24 @@ def voters_abort_at_the_deadline(p: Patch) -> None:
     p.attr(replica, "_tick", tick)
 
 
-@plant("PENDING is resolved before joining another update", "inv_pending_first")
+@plant("PENDING is resolved before joining another update", "inv_pending_first", ("r.slow", "r.partition"))
 def pending_replicas_join(p: Patch) -> None:
     """The table says that a PENDING replica may join."""
     p.item(members._WEIGHTS_JOINS, Weights.PENDING, True)
 
 
-@plant("excluded can never vote", "inv_excluded_never_votes")
+@plant("excluded can never vote", "inv_excluded_never_votes", ("r.kill", "r.stop_all"))
 def excluded_replicas_vote(p: Patch) -> None:
-    """A late vote of an excluded participant is taken."""
-    old = progress.part_report
+    """The vote of a participant still counts when it is excluded."""
+    old = progress.exclude
 
-    def part_report(tx, u, replica_id, e, mixed, held):
-        old(tx, u, replica_id, e, mixed, held)
+    def exclude(tx, u, replica_id):
+        voted = u.parts[replica_id].voted
+        old(tx, u, replica_id)
         now = tx.find(u.update_id)
-        part = now.parts[replica_id] if now is not None else None
-        if part is not None and part.excluded and e.update_id == u.update_id and e.stage is Stage.PREPARED:
-            tx.put_part(now, replace(part, voted=True))
+        tx.put_part(now, replace(now.parts[replica_id], voted=voted))
 
-    p.attr(progress, "part_report", part_report)
+    p.attr(progress, "exclude", exclude)
 
 
 @plant("excluded can never vote", "inv_excluded_never_votes")
@@ -548,7 +590,7 @@ def ready_means_routable(p: Patch) -> None:
     p.attr(members, "routable", routable)
 
 
-@plant("apply needs a vote and a decision", "inv_vote_binds")
+@plant("apply needs a vote and a decision", "inv_apply_only_when_told")
 def votes_apply_at_once(p: Patch) -> None:
     """A replica applies as soon as it is prepared and paused."""
     old = replica._prepared

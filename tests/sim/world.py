@@ -283,9 +283,9 @@ class Coordinator:
         if after is not before:
             w.steps += 1
             u = after.open
-            if u is not None and w.faulty and (before.open is None or before.open.phase is not u.phase):
-                if self.rng.random() < 0.2:
-                    w.after(0.0, self.take, probe(self.rng, after))
+            entered = u is not None and (before.open is None or before.open.phase is not u.phase)
+            if entered and w.faulty and self.rng.random() < 0.2:
+                w.after(0.0, self.take, probe(self.rng, after))
             if w.log is not None and not isinstance(event, events.Beat):
                 w.say(f"coord e{after.epoch}", f"{short(event)} -> {reason}")
         w.judge.coordinator_step(self, before, event, after, effects)

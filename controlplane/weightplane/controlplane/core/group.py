@@ -60,9 +60,11 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, list[
 
 
 def _report(tx: Tx, e: Report) -> None:
+    before = tx.state
     members.report(tx, e)
-    operators.settle_pauses(tx)
-    updates.pump(tx)
+    if tx.state is not before:
+        operators.settle_pauses(tx)
+        updates.pump(tx)
 
 
 def _stored(tx: Tx, e: Stored) -> None:
