@@ -1,17 +1,17 @@
-"""Reinforcement learning in Ray actors: two replicas that never stop generating, a trainer that publishes meanwhile.
+"""Reinforcement learning in Ray actors: replicas that never stop generating, a trainer that publishes meanwhile.
 
-Run: python examples/ray_loop.py. Ray carries token ids, spans and numbers; weights go from actor to actor by Weightplane.
+Run: python examples/ray_loop.py. Ray carries token ids, spans and numbers; the weights go by Weightplane.
 """
 
 import asyncio
-import collections
-import itertools
 import os
+import queue
+import secrets
 import tempfile
 import threading
 import time
+from collections import Counter
 
-os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
 import ray
 import torch
 from torch import nn
@@ -23,87 +23,97 @@ from weightplane.inference_agent.spans import from_dicts, lag, spans_of, to_dict
 from weightplane.trainer_agent.publisher import Publisher
 from weightplane.trainer_agent.sources import ModuleSource
 
-GROUP, STEPS, REPLICAS, BATCH, TOKENS, LENGTH = "policy", 20, 2, 8, 12, 32
+STEPS, REPLICAS, BATCH, LENGTH, TOKENS = 20, 2, 8, 16, 12
 
 
-class Policy(nn.Module):
-    """The next token, given the last. Each layer carries the step it was published at: a mix of two would show."""
+class Policy(nn.Sequential):
+    """The next token, given the last. Each layer holds the step it was published at: a mix of two would show."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(TOKENS, 64), nn.Linear(64, TOKENS)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        for layer in self.layers:
+    def __init__(self):
+        super().__init__(nn.Embedding(TOKENS, 256), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, TOKENS))
+        for layer in self:
             layer.register_buffer("step", torch.tensor(-1))
 
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, set[int]]:
-        h, steps = self.embed(tokens), set()
-        for layer in self.layers:
-            h = h + torch.tanh(layer(h))
-            steps.add(int(layer.step))
-        return torch.log_softmax(self.head(h), -1), steps
+    def forward(self, tokens):
+        return torch.log_softmax(super().forward(tokens), -1), {int(step) for step in self.buffers()}
 
 
-@ray.remote(num_cpus=1)
 class Rollout:
-    """A replica: an engine and its agent; a thread generates all the time."""
+    """A replica: an engine, its agent, and a thread that generates all the time."""
 
-    def __init__(self, address: str, name: str) -> None:
-        self.engine = TorchModuleEngine(Policy())
-        self.agent = InferenceAgent(address, GROUP, name, self.engine).start()
-        self.made, self.stopping, self.counts = threading.Condition(), False, collections.Counter[str]()
-        self.recent: collections.deque[dict] = collections.deque(maxlen=BATCH)
+    def __init__(self, address, name):
+        self.engine, self.stopping = TorchModuleEngine(Policy()), False
+        self.agent = InferenceAgent(address, "policy", name, self.engine).start()
+        self.made, self.counts = queue.SimpleQueue[tuple](), Counter[str]()
         self.thread = threading.Thread(target=self.generate, daemon=True)
         self.thread.start()
 
     @torch.inference_mode()
-    def generate(self) -> None:
+    def generate(self):
         while not self.stopping:
-            tokens, logps, tags, mixed = [0], [], [], 0
+            tokens, tags, mixed = [0], [], 0
             with self.engine.request():
                 for _ in range(LENGTH):
                     with self.engine.forward() as tag:  # one pass reads one version, and says which
                         logp, steps = self.engine.modules[0](torch.tensor(tokens[-1]))
+                        time.sleep(0.001)  # an accelerator would be at work
                     tokens.append(int(torch.multinomial(logp.exp(), 1)))
-                    logps.append(float(logp[tokens[-1]]))
                     tags.append(tag)
                     mixed += steps != {tag.trainer_step}
-            spans = spans_of(tags)
-            with self.made:
-                self.recent.append({"tokens": tokens, "logps": logps, "spans": to_dicts(spans)})
-                self.counts.update(outputs=1, passes=LENGTH, mixed=mixed, crossed=len(spans) > 1)
-                self.made.notify_all()
+            self.made.put((tokens, to_dicts(spans_of(tags))))
+            self.counts.update(outputs=1, passes=LENGTH, mixed=mixed, across=len(set(tags)) > 1)
 
-    def sample(self) -> list[dict]:
-        """The next BATCH outputs that get finished."""
-        with self.made:
-            want = self.counts["outputs"] + BATCH
-            if not self.made.wait_for(lambda: self.counts["outputs"] >= want, timeout=60):
-                raise TimeoutError(f"no rollouts: {self.agent.status()}")
-            return list(self.recent)
+    def sample(self):
+        self.made = queue.SimpleQueue()  # what gets finished from here on
+        return [self.made.get(timeout=60) for _ in range(BATCH)]
 
-    def stop(self) -> collections.Counter[str]:
+    def stop(self):
         self.stopping = True
         self.thread.join(10)
         self.agent.stop()
         return self.counts
 
 
-@ray.remote(num_cpus=1)
 class Trainer:
-    """An asyncio actor: the Publisher lives under its running loop."""
+    """An asyncio actor: the Publisher works under its running loop."""
 
-    async def train(self, address: str, rollouts: list) -> dict:
-        policy, lags, rewards, versions = Policy(), collections.Counter[int](), [], set()
+    async def train(self, address, rollouts):
+        policy, committed, versions, lags, rewards = Policy(), [], set(), Counter[int](), []
         adam = torch.optim.Adam(policy.parameters(), lr=0.01)
-        async with Publisher(address, GROUP, ModuleSource(policy), pause="keep") as publisher:
+        async with Publisher(address, "policy", ModuleSource(policy), pause="keep") as publisher:
             await asyncio.to_thread(publisher.wait_for_replicas, REPLICAS)
-            publishing, committed = None, []
-            for step in range(STEPS):
-                if publishing is not None:
-                    await publishing.wait_source_free()  # until here the replicas may still read our weights
-                    rewards.append(self.learn(policy, adam, batch))
-                    committed.append((await publishing).version)
-                    ...
-            return {}
+            for trainer_step in range(STEPS):
+                for step in policy.buffers():
+                    step.fill_(trainer_step)
+                publishing = publisher.publish_async(trainer_step)
+                samples = await asyncio.gather(*(r.sample.remote() for r in rollouts))  # made while it publishes
+                await publishing.wait_source_free()  # until here the replicas may still read our weights
+                rewards.append(self.learn(policy, adam, [tokens for sample in samples for tokens, _ in sample]))
+                committed.append((await publishing).version)
+                for spans in (from_dicts(rows) for sample in samples for _, rows in sample):
+                    versions |= {s.version for s in spans}
+                    lags[lag(spans, committed[-1], committed).most] += 1
+        return committed, sorted(versions), dict(sorted(lags.items())), rewards
+
+    def learn(self, policy, adam, outputs):  # a token is worth 1 if it is the number after the last one
+        before, after = torch.tensor(outputs)[:, :-1], torch.tensor(outputs)[:, 1:]
+        reward = (after == (before + 1) % TOKENS).float()
+        logp = policy(before)[0].gather(-1, after[..., None])[..., 0]
+        adam.zero_grad()
+        (-(reward - reward.mean()) * logp).mean().backward()
+        adam.step()
+        return float(reward.mean())
+
+
+if __name__ == "__main__":
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    actor = ray.remote(num_cpus=1)
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # 127.0.0.2: Ray replaces 127.0.0.1 by another address
+        node = {"_node_ip_address": "127.0.0.2", "_temp_dir": folder, "include_dashboard": False, "num_cpus": 3}
+        with ray.init("local", object_store_memory=10**8, **node), ControlPlaneThread() as plane:
+            rollouts = [actor(Rollout).remote(plane.address, f"replica-{i}") for i in range(REPLICAS)]
+            committed, versions, lags, rewards = ray.get(actor(Trainer).remote().train.remote(plane.address, rollouts))
+            counts: Counter[str] = sum(ray.get([r.stop.remote() for r in rollouts]), Counter())
+    print(f"committed {committed}, sampled {versions}; outputs by lag in versions {lags}")
+    print(f"{counts['across']} of {counts['outputs']} outputs went on across a publish")
+    print(f"{counts['mixed']} of {counts['passes']} passes mixed; reward {rewards[0]:.2f} -> {rewards[-1]:.2f}")
