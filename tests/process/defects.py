@@ -72,7 +72,8 @@ class Unfenced(TorchModuleEngine):
         super().abort(update_id, wrote, reason)
         self._mixed = ""
         self._held = self._before
-        self.gate.resume("dirty")
+        for holder in ("dirty", "update"):
+            self.gate.resume(holder)
 
     def begin(self, update: EngineUpdate) -> None:
         super().begin(update)
