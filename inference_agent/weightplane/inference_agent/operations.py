@@ -198,7 +198,10 @@ class Operations:
         expected = isinstance(error, Refusal)
         log.error("update %s: %s", t.update_id, failure, exc_info=None if expected else error, extra=t.extra)
         if applying:
-            self._engine.abort(t.update_id, True, str(failure))
+            try:
+                self._engine.abort(t.update_id, True, str(failure))
+            except Exception:  # it is DIRTY all the same, and must be known to be
+                log.exception("update %s: the engine could not drop it", t.update_id, extra=t.extra)
             self._forget(t)
         self._emit(core.Failed(t.update_id, failure, dirty=applying))
 

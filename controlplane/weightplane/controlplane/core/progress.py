@@ -91,9 +91,18 @@ def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held
             tx.say(f"replica {replica_id} voted", u.update_id)
             compare_voted(tx, tx.state.open or u, replica_id)
     elif u.phase is Phase.ABORTING:
-        ending.maybe_aborted(tx, u)
+        ending.maybe_aborted(tx, _own_words(tx, u, new, e.failure))
     elif u.phase is Phase.COMMITTED:
         _after_decision(tx, u, replica_id, e, mixed, held)
+
+
+def _own_words(tx: Tx, u: Update, part: Part, failure: Failure | None) -> Update:
+    """Keep what a participant itself failed by: word of it may come after an abort that it caused, by a sender that
+    lost it. One that only heard of the abort says the abort's own words."""
+    heard = u.failure.message if u.failure is not None else ""
+    if failure is None or part.failure is not None or failure.message == heard:
+        return u
+    return tx.put_part(u, replace(part, failure=replace(failure, member=failure.member or part.replica_id)))
 
 
 def _after_decision(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held: Held) -> None:

@@ -1,0 +1,72 @@
+"""Faults of the product that the cases showed, each as small as it gets."""
+
+from __future__ import annotations
+
+from tests.cases.base import Small, site
+from tests.core.test_dirty_joins import play
+from weightplane.controlplane.core import events as ev
+from weightplane.controlplane.core.model import GroupState, Held, Offer, Phase, Replica, Stage, Verify, Worker
+from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.inference_agent.engines.base import EngineError
+from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+
+
+def aborting() -> GroupState:
+    """Two replicas in a transfer that a sender aborted, because it lost one of them."""
+    state = GroupState("g", "c", 1)
+    for name in ("r", "s"):
+        worker = Worker(0, offers=(Offer("grpc"),))
+        state = play(state, ev.ReplicaHello(1, Replica(name, "i", workers=(worker,))), said(name, 1, Stage.NONE))
+    state = play(
+        state,
+        ev.InitTransfer("c1", 99.0, "q1", "job", "life", 0, 1, 0, "l", bytes(32), offers=(Offer("grpc"),)),
+        ev.RankPlacement(1, 0, "m", "l"),
+        ev.StartUpdate("c2", 99.0, "q2", 1, "m", 1, "u", verify=Verify.OFF),
+        said("r", 2, Stage.JOINED),
+        said("s", 2, Stage.JOINED),
+        ev.UpdateWeights("c3", 99.0, 1, "u", 1, 0, 1),
+        ev.AbortUpdate("c4", 99.0, 1, "u", "rank/0 cannot send: PeerLost: 'r/0' aborted its side", -1),
+    )
+    assert state.open is not None and state.open.phase is Phase.ABORTING
+    return state
+
+
+def said(name: str, sequence: int, stage: Stage, failure: Failure | None = None) -> ev.Report:
+    update = "u" if stage else ""
+    return ev.Report(name, "i", sequence, (Held(),), update_id=update, stage=stage, failure=failure)
+
+
+def test_a_receivers_own_words_survive_the_abort_that_its_sender_sent_first() -> None:
+    """C16, P01: the sender lost a receiver that broke, and its abort came before the receiver's report."""
+    state = aborting()
+    assert state.open is not None and state.open.failure is not None
+    heard = state.open.failure
+    state = play(
+        state,
+        said("r", 3, Stage.FAILED, Failure(Reason.ENGINE, "no room", "r")),
+        said("s", 3, Stage.ABORTED, heard),
+    )
+    u = state.history["u"]
+    assert u.phase is Phase.ABORTED and u.failure == heard
+    assert u.parts["r"].failure == Failure(Reason.ENGINE, "no room", "r")
+    assert u.parts["s"].failure is None, "it only heard of the abort"
+
+
+def test_an_engine_whose_abort_raises_after_a_failed_apply_is_dirty_at_once() -> None:
+    """T21: it stayed PENDING until the update's deadline."""
+
+    class Hopeless(TorchModuleEngine):
+        def apply(self, update_id: str) -> None:
+            raise EngineError("device lost")
+
+        def abort(self, update_id: str, wrote: bool, reason: str) -> None:
+            if update_id:
+                raise EngineError("device still lost")
+
+    with site("r0") as f:
+        f.replica("r1", Hopeless(Small()))
+        receipt = f.publisher(Small(1)).publish(1)
+        assert {r.replica_id: r.state for r in receipt.replicas} == {"r0": "READY", "r1": "DIRTY"}
+        r1 = next(r for r in receipt.replicas if r.replica_id == "r1")
+        assert r1.failure is not None and "device lost" in r1.failure.message
+        assert not f.check_replica("r1").routable
