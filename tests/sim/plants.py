@@ -23,7 +23,7 @@ from weightplane.controlplane.core import (
     trainers,
     updates,
 )
-from weightplane.controlplane.core.model import NONE_HELD, Mode, Phase, Stage, Weights
+from weightplane.controlplane.core.model import NONE_HELD, Mode, Phase, Weights
 from weightplane.controlplane.core.replica import PauseMode
 from weightplane.controlplane.store import records
 
@@ -82,6 +82,7 @@ PLANTS: list[Plant] = []
 
 #: Seeds that find a plant fast today. Any seed may serve: the search goes on with the others.
 HINTS: dict[str, int] = {
+    "excluded_replicas_vote": 24,
     "reports_of_former_lives_count": 24,
     "agents_obey_any_epoch": 4,
     "drained_replicas_join": 1,

@@ -317,12 +317,12 @@ def _own(tx: Tx, generation: int, update_id: str, epoch: int) -> tuple[Update | 
     u = tx.find(update_id)
     if u is None:
         return None, Failure(Reason.UNKNOWN_UPDATE, f"no update {update_id!r} in group {tx.state.group!r}")
+    if u.epoch != epoch:
+        return u, Failure(Reason.WRONG_PHASE, f"update {update_id}: expected epoch {u.epoch}, found {epoch}")
     if u.failure is not None and u.phase in (Phase.ABORTED, Phase.ABORTING):
         return u, u.failure
     if u.generation != generation:
         return u, Failure(Reason.TRAINER_FENCED, f"update {update_id} belongs to generation {u.generation}")
-    if u.epoch != epoch:
-        return u, Failure(Reason.WRONG_PHASE, f"update {update_id}: expected epoch {u.epoch}, found {epoch}")
     return u, None
 
 
