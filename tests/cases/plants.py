@@ -395,10 +395,10 @@ def _(m: Patch) -> None:
     """Dtypes are not compared before the transfer."""
     fit_one = fit._fit_one
 
-    def any_dtype(*args: Any) -> Any:
-        problems: list[Any] = []
-        pieces = fit_one(*args[:-1], problems=problems)
-        args[-1].extend(p for p in problems if p.kind is not ProblemKind.DTYPE)
+    def any_dtype(manifest: Any, worker: int, where: str, live: Any, boxes: Any, problems: list[Any]) -> Any:
+        mine: list[Any] = []
+        pieces = fit_one(manifest, worker, where, live, boxes, mine)
+        problems.extend(p for p in mine if p.kind is not ProblemKind.DTYPE)
         return pieces
 
     m.setattr(fit, "_fit_one", any_dtype)
