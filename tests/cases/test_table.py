@@ -1,0 +1,82 @@
+"""The table of ``README.md`` is whole and true: every case once, as the list has it, and every test that it names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from tests.cases import cases_control, cases_process, cases_tensor  # noqa: F401 - they register the cases
+from tests.cases.base import CASES
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+HEADING = re.compile(r"^## (.+)$")
+ROW = re.compile(r"^\| (\w+) \| (\w+) \| (.+) \|$")
+TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
+
+
+def listed() -> dict[str, tuple[str, str, str]]:
+    lines = (HERE / "ids.tsv").read_text().splitlines()[1:]
+    return {id_: (kind, severity, testable) for id_, kind, severity, testable in (x.split("\t") for x in lines)}
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """(id, kind, severity, status), in order."""
+    out, kind = [], ""
+    for line in (HERE / "README.md").read_text().splitlines():
+        if heading := HEADING.match(line):
+            kind = heading[1].lower()
+        elif (row := ROW.match(line)) and row[1] != "id":
+            out.append((row[1], kind, row[2], row[3]))
+    return out
+
+
+@cache
+def functions(path: str) -> frozenset[str]:
+    """Tests that a file defines, or registers as bodies of cases."""
+    text = (ROOT / path).read_text()
+    found = set(re.findall(r"def (test_\w+)\(", text))
+    if path == "tests/cases/test_cases.py":
+        found |= {f"test_{c.name}" for c in CASES.values()}
+    return frozenset(found)
+
+
+def test_the_list_is_the_one_that_was_collected() -> None:
+    assert len(listed()) == 188 and len({kind for kind, _, _ in listed().values()}) == 9
+
+
+def test_every_case_appears_once_with_its_kind_and_severity() -> None:
+    rows = table()
+    assert [n for n, count in Counter(r[0] for r in rows).items() if count > 1] == []
+    assert {r[0]: (r[1], r[2]) for r in rows} == {i: (kind, severity) for i, (kind, severity, _) in listed().items()}
+
+
+def test_every_status_is_a_test_or_a_reason() -> None:
+    unclear = [
+        (id_, status)
+        for id_, _, _, status in table()
+        if not TEST.match(status) and not re.match(r"(deferred|not applicable|open): \w", status)
+    ]
+    assert not unclear
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = {(id_, path, test) for id_, _, _, status in table() for path, test in TEST.findall(status)}
+    missing = [n for n in sorted(named) if not (ROOT / n[1]).exists() or n[2] not in functions(n[1])]
+    assert not missing
+
+
+def test_every_critical_case_that_applies_here_has_a_test_of_its_own_and_a_defect() -> None:
+    """Of the kinds that the issue names; the others have a reason."""
+    ours = ("control", "process", "tensor content")
+    critical = {
+        i for i, (kind, severity, able) in listed().items() if (severity, able) == ("critical", "yes") and kind in ours
+    }
+    assert len(critical) == 36
+    status = {id_: text for id_, _, _, text in table()}
+    without = {i for i in critical if i not in CASES}
+    assert all(status[i].startswith("deferred: ") for i in without), without
+    assert len(without) == 3 and set(CASES) == critical - without
+    assert all(f"test_{c.name}` and planted" in status[i] for i, c in CASES.items())
