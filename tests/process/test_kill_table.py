@@ -319,6 +319,7 @@ def _served(f: Fleet, row: Row, replica: str, old: tuple[int, int], new: tuple[i
         assert not said.live
         return f"{replica}: dead (no: {said.reason})"
     if end == "DIRTY":
+        eventually(lambda: "DIRTY" in routable(False).reason, f"the control plane knows that {replica} is DIRTY")
         said = routable(False)
         status, answer = f.generate(replica)
         assert status == 503 and "DIRTY" in answer["error"], answer
