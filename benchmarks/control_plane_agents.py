@@ -103,7 +103,8 @@ class Agent:
                 r.held[0].CopyFrom(cm.HeldVersion(version=u.version, update_id=u.update_id))
                 r.stage = ag.REPLICA_STAGE_APPLIED
             elif u.calls and r.stage < ag.REPLICA_STAGE_PREPARED and u.all_called:
-                r.armed_seq = u.calls[-1].seq
+                r.stage, r.armed_seq = ag.REPLICA_STAGE_ARMED, u.calls[-1].seq
+                await self.say()
                 await self.receipt(u, d.epoch)
                 r.stage = ag.REPLICA_STAGE_PREPARED
             if before != (r.update_id, r.stage, r.armed_seq):
