@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from weightplane.controlplane.core import desired, events, group, model, replica
 from weightplane.controlplane.core.model import Held, Mode, Offer, PauseMode, Phase, Stage
-from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.reasons import Failure, Reason
 
 __all__ = ["Group", "wanted"]
 
@@ -48,16 +49,17 @@ class Group:
         self.n += 1
         call_id = f"{kind.__name__}{self.n}"
         t, u = self.s.trainer, self.s.open
+        names = {f.name for f in dataclasses.fields(kind)}
         usual: dict[str, Any] = {"call_id": call_id, "deadline": LONG}
-        if "generation" in kind.__dataclass_fields__:
+        if "generation" in names:
             usual["generation"] = t.generation if t is not None else 0
-        if "update_id" in kind.__dataclass_fields__ and u is not None:
+        if "update_id" in names and u is not None:
             usual["update_id"] = u.update_id
-        if "epoch" in kind.__dataclass_fields__:
+        if "epoch" in names:
             usual["epoch"] = self.s.epoch
-        if "rank" in kind.__dataclass_fields__:
+        if "rank" in names:
             usual["rank"] = 0
-        usual = {k: v for k, v in usual.items() if k in kind.__dataclass_fields__}
+        usual = {k: v for k, v in usual.items() if k in names}
         answer = fields.pop("answer_writes", True)
         self.do(kind(**{**usual, **fields}), answer)
         return call_id
@@ -87,8 +89,8 @@ class Group:
             if r.incarnation:
                 self.do(events.Beat(r.replica_id, r.incarnation))
         if self.s.trainer is not None:
-            for r in range(self.ranks):
-                self.do(events.Beat(f"rank/{r}", "", self.s.trainer.generation))
+            for rank in range(self.ranks):
+                self.do(events.Beat(f"rank/{rank}", "", self.s.trainer.generation))
 
     def sleep(self, seconds: float, beats: bool = True) -> None:
         """Time passes, half a second at a time."""
@@ -295,5 +297,5 @@ class Agent:
         if where == "APPLIED":
             self.do(replica.Applied(update_id, (self.s.taking.held,) * 2))  # type: ignore[union-attr]
         else:
-            self.do(replica.Failed(update_id, replica.Failure(Reason.ENGINE, "no"), True))
+            self.do(replica.Failed(update_id, Failure(Reason.ENGINE, "no"), True))
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weightplane.controlplane.core import events as ev
 from weightplane.controlplane.core.group import step
 from weightplane.controlplane.core.model import (
+    Evidence,
     GroupState,
     Held,
     Offer,
@@ -30,7 +31,7 @@ def play(state: GroupState, *events: ev.Event) -> GroupState:
                 plan = PlanSummary("p", 0, 0, {})
                 queue.insert(0, ev.PlanMade(effect.update_id, effect.channel_id, plan))
             elif isinstance(effect, ev.Compare):
-                evidence = ev.Evidence.LIVE
+                evidence = Evidence.LIVE
                 queue.append(ev.Verified(effect.update_id, effect.replica_id, effect.incarnation, evidence))
     return state
 

@@ -255,7 +255,7 @@ def test_rule_7_at_the_deadline_finish_answers_and_the_unreached_replica_is_pend
     assert g.s.open is None and g.s.replicas["r1"].weights is Weights.PENDING and not routable(g, "r1")
     g.start("u2")
     assert g.s.open is not None and set(g.s.open.parts) == {"r0"}, "PENDING is resolved before it joins another"
-    assert g.desired("r1").update.decision == "COMMIT"  # type: ignore[union-attr]
+    assert g.desired("r1").update.decision == "COMMIT"
 
 
 def test_rule_7_pending_is_resolved_by_the_late_flip_or_by_a_new_life() -> None:

@@ -29,7 +29,7 @@ PLACES = (
     "ABORTED",
     "FAILED",
 )
-COORDINATOR_EVENTS = [t.__name__ for t in events.Event.__args__]  # type: ignore[attr-defined]
+COORDINATOR_EVENTS = [t.__name__ for t in events.Event.__args__]
 REPLICA_EVENTS = [t.__name__ for t in replica._HANDLERS]
 COORDINATOR_PAIRS = [(p, e) for p in PHASES for e in COORDINATOR_EVENTS]
 REPLICA_PAIRS = [(p, e) for p in PLACES for e in REPLICA_EVENTS]

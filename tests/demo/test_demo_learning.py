@@ -177,9 +177,12 @@ def test_it_learns_synchronised_and_only_so() -> None:
     assert max(stale) > 0.05, "stale replicas do not, and it shows"
 
 
-def test_a_run_repeats_itself() -> None:
+def test_a_run_repeats_itself_however_many_threads_the_caller_uses() -> None:
     config = small_config(steps=2)
-    first, second = run_local(config), run_local(config)
+    first = run_local(config)
+    torch.set_num_threads(2)
+    second = run_local(config)
+    assert torch.get_num_threads() == 2, "the caller's setting is given back"
     assert [step.reward for step in first.steps] == [step.reward for step in second.steps]
     assert [step.update for step in first.steps] == [step.update for step in second.steps]
 

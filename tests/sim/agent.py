@@ -244,6 +244,23 @@ class Agent:
         w.judge.replica_step(self, before, event, after, effects)
         for effect in effects:
             self.EFFECTS[type(effect)](self, effect)
+        t = after.taking
+        if t is not before.taking and t is not None and w.faulty:
+            self._probe(t)
+
+    def _probe(self, t: replica.Taking) -> None:
+        """Something that may happen at any moment, at the moment when an update gets on."""
+        r = self.rng.random()
+        if r < 0.02:
+            self.after(0.0, lambda: self.feed(self.read_engine()))
+        elif r < 0.0225 and t.voted and not t.decision:
+            self.after(0.0, self.lose_staging)
+
+    def lose_staging(self) -> None:
+        """The engine fails while nothing is asked of it: in doubt, say."""
+        t = self.state.taking
+        if t is not None and self.op is None:
+            self.feed(replica.Failed(t.want.update_id, Failure(Reason.ENGINE, "staging memory was lost", self.rid)))
 
     def delay(self, low: float, high: float) -> float:
         if self.world.now < self.slow_until:

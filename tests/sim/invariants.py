@@ -344,8 +344,8 @@ def inv_silence_detected(s: GroupState, seen: dict[Any, float], stopped: dict[An
     if t is None or t.generation != u.generation:
         return
     for rank in t.ranks.values():
-        key = (s.epoch, f"rank/{rank.rank}", t.generation)
-        last = max(seen.get(key, s.epoch_began), seen.get(("init", *key), 0.0))
+        mine = (s.epoch, f"rank/{rank.rank}", t.generation)
+        last = max(seen.get(mine, s.epoch_began), seen.get(("init", *mine), 0.0))
         if rank.watches == 0 and now - last > limit:
             raise Violation("inv_silence_detected", f"{u.update_id} still waits on silent rank {rank.rank}")
         if key in stopped and now - max(stopped[key], u.started_at) > limit:

@@ -9,7 +9,7 @@ from weightplane.controlplane.core.model import Held, Phase
 
 from . import invariants as inv
 
-TYPES = {t: t.__name__ for t in (*events.Event.__args__,)}  # type: ignore[attr-defined]
+TYPES = {t: t.__name__ for t in (*events.Event.__args__,)}
 
 
 class Judge:

@@ -23,8 +23,8 @@ from weightplane.controlplane.core import (
     trainers,
     updates,
 )
-from weightplane.controlplane.core.model import NONE_HELD, Mode, Phase, Weights
-from weightplane.controlplane.core.replica import PauseMode
+from weightplane.controlplane.core.model import NONE_HELD, Mode, PauseMode, Phase, Weights
+from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.store import records
 
 __all__ = ["PLANTS", "Plant", "planted"]
@@ -518,7 +518,7 @@ def voters_abort_at_the_deadline(p: Patch) -> None:
     def tick(tx, e):
         t = tx.state.taking
         if t is not None and not t.over and not t.dropping and tx.now >= t.deadline:
-            replica._drop(tx, replica.Failure(replica.Reason.DEADLINE, "late", tx.state.replica_id), "")
+            replica._drop(tx, Failure(Reason.DEADLINE, "late", tx.state.replica_id), "")
 
     p.attr(replica, "_tick", tick)
 

@@ -10,9 +10,8 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from weightplane.controlplane.core import events, model, replica
+from weightplane.controlplane.core import events, model
 from weightplane.controlplane.core.model import Admin, Mode, PauseMode, Weights
-from weightplane.controlplane.core.reasons import Failure, Reason
 
 from .agent import Agent
 from .faults import Fault, Profile, draw
@@ -121,9 +120,8 @@ class Run:
             a.trouble["corrupt"] = 1
         elif what.startswith("fail_"):
             a.trouble[what.removeprefix("fail_")] = 1
-        elif what == "suddenly" and a.state.taking is not None and a.op is None:
-            failure = Failure(Reason.ENGINE, "staging memory was lost", a.rid)
-            a.feed(replica.Failed(a.state.taking.want.update_id, failure))
+        elif what == "suddenly":
+            a.lose_staging()
         elif what == "reread":
             a.feed(a.read_engine())
         elif what == "leave" and a.session is not None:
@@ -220,14 +218,19 @@ class Run:
             w.run(w.now + 0.5)
         inv_heals("FINAL" in survivor.outcomes, "no full update worked within 100 s of the last fault")
         w.run(w.now + 2.0)
-        c = w.leader
-        assert c is not None
+        leader = w.leader
+        assert leader is not None
         for a in w.agents.values():
-            r = c.state.replicas.get(a.rid)
+            r = leader.state.replicas.get(a.rid)
             inv_heals(a.incarnation == lives[a.rid], f"{a.rid} was restarted to heal")
-            fine = r is not None and r.weights is Weights.READY and r.held == c.state.committed and not r.pause_holders
+            fine = (
+                r is not None
+                and r.weights is Weights.READY
+                and r.held == leader.state.committed
+                and not r.pause_holders
+            )
             inv_heals(fine, f"{a.rid} did not get the full update: {r}")
-            whole = a.engine.generating and not a.engine.mixed and a.engine.labels[0] == c.state.committed
+            whole = a.engine.generating and not a.engine.mixed and a.engine.labels[0] == leader.state.committed
             inv_heals(whole, f"{a.rid}'s engine after the full update: {a.engine.labels} {a.engine.paused}")
         for t in w.trainers:
             t.alive = False

@@ -18,7 +18,7 @@ from tests.sim.plants import PLANTS, planted
 from tests.sim.run import Run, report, shrink
 
 ROOT = Path(__file__).parents[2]
-STEPS = 100_000  # of each of two processes
+STEPS = 250_000  # of each of two processes
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from weightplane.controlplane.core import events, model
@@ -174,7 +175,7 @@ class Trainer:
                 self.world.after(0.001, self._advance, life, replies)
 
         for i, event in enumerate(batch):
-            self.world.call(event, lambda reply, i=i: done(i, reply), self.up, timeout)
+            self.world.call(event, partial(done, i), self.up, timeout)
 
     def calls(self, make: Any, timeout: float = 4.0, ranks: Any = None) -> Script:
         """One call per rank, repeated while UNAVAILABLE; returns the first failure (or None) of the ranks."""

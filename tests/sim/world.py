@@ -284,7 +284,7 @@ class Coordinator:
             w.steps += 1
             u = after.open
             entered = u is not None and (before.open is None or before.open.phase is not u.phase)
-            if entered and w.faulty and self.rng.random() < 0.2:
+            if entered and w.faulty and self.rng.random() < 0.25:
                 w.after(0.0, self.take, probe(self.rng, after))
             if w.log is not None and not isinstance(event, events.Beat):
                 w.say(f"coord e{after.epoch}", f"{short(event)} -> {reason}")
@@ -425,10 +425,12 @@ def probe(rng: Random, s: model.GroupState) -> Any:
         events.SetPause(call, soon, (r.replica_id,), "operator", False),
         events.SetAdmin(call, r.replica_id, model.Admin.ACTIVE),
         events.CallGone(call),
+        events.ReplicaHello(r.session, r),
         events.PlanMade("u-old", "c-old", None),
         events.Verified("u-old", r.replica_id, r.incarnation, model.Evidence.NONE),
     ]
     rare = [
+        events.AbortUpdate(call, soon, 0, u.update_id, "probe"),
         events.AbortUpdate(call, soon, 0, u.update_id, "probe"),
         events.CloseTransfer(call, t.generation, 0),
         events.Leave(r.replica_id, r.incarnation),

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-import torch
 from rich.console import Console
 
 from weightplane.demo.config import DemoConfig
@@ -61,10 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train without any process but this one; compare with the control.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=DemoConfig.steps)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--no-control", action="store_true", help="leave the control runs out")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
     console = Console(highlight=False, width=120)
     columns = ["seed", "reward_first", "reward_last", "exact_last", "control_first", "control_last"]
     columns += ["seconds", "rollout_s", "train_s"]

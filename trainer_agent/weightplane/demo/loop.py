@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
+import torch
+
 from weightplane.demo.config import DemoConfig
 from weightplane.demo.grpo import GRPOTrainer, Rollouts, UpdateStats
 from weightplane.demo.model import DecoderLM, build_model
@@ -129,7 +131,7 @@ def run(
     model: DecoderLM | None = None,
     on_step: Callable[[StepResult], None] | None = None,
 ) -> RunResult:
-    """Train for ``config.steps`` steps.
+    """Train for ``config.steps`` steps; torch computes on ``config.threads`` threads meanwhile.
 
     Args:
         config: all numbers.
@@ -140,8 +142,19 @@ def run(
     Returns:
         ``config.steps + 1`` results, the first from before training.
     """
-    task = SortTask(config.symbols, config.length)
     model = model if model is not None else build_model(config.model, config.seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        return RunResult(config, _steps(config, fleet, model, on_step))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _steps(
+    config: DemoConfig, fleet: Fleet, model: DecoderLM, on_step: Callable[[StepResult], None] | None
+) -> list[StepResult]:
+    task = SortTask(config.symbols, config.length)
     trainer = GRPOTrainer(model, config)
     results: list[StepResult] = []
     for step in range(config.steps + 1):
@@ -158,7 +171,7 @@ def run(
         results.append(StepResult(step, reward, exact, update, *spent))
         if on_step is not None:
             on_step(results[-1])
-    return RunResult(config, results)
+    return results
 
 
 def _collect(config: DemoConfig, task: SortTask, fleet: Fleet, step: int) -> Rollouts:

@@ -139,8 +139,9 @@ def local_box(tensor: torch.Tensor, name: str = "") -> tuple[torch.Tensor, Box, 
     local: torch.Tensor = tensor.to_local().detach()
     if tensor.device_mesh.get_coordinate() is None:
         local = local.new_empty([0] * len(shape))
-    if hasattr(local, "wait"):  # an async collective's result
-        local = local.wait()
+    wait = getattr(local, "wait", None)
+    if wait is not None:  # an async collective's result
+        local = wait()
     check_movable(local, name)
     expected = tuple(stop - start for start, stop in box)
     if tuple(local.shape) != expected:

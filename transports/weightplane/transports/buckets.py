@@ -11,6 +11,7 @@ One thread at a time per object. Source tensors are never written. Spans of a bu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -71,9 +72,8 @@ class _Scratch:
 
 
 def _as_locals(entry: Local | Sequence[Local]) -> Sequence[Local]:
-    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], torch.Tensor):
-        return (entry,)
-    return entry
+    one = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], torch.Tensor)
+    return (cast("Local", entry),) if one else cast("Sequence[Local]", entry)
 
 
 def _lookup(source: Locals, index: int) -> Sequence[Local]:

@@ -1,8 +1,8 @@
 """``external``: for migration. The user's own code moves the bytes; versions, deadlines, digests and commit are ours.
 
 On each side the user sets a mover, a callable ``mover(bucket, spans)`` that sends (or fills) the spans by whatever
-means the two sides share, in plan order. The channel calls it on the data thread. An abort cannot interrupt the user's code;
-it is noticed when the mover returns, so a mover should have a time-out of its own.
+means the two sides share, in plan order. The channel calls it on the data thread. An abort cannot interrupt the user's
+code; it is noticed when the mover returns, so a mover should have a time-out of its own.
 """
 
 from __future__ import annotations

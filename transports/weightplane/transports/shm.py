@@ -447,7 +447,7 @@ class ShmTransport(Transport):
         return Rendezvous(transport=self.name, shm=ShmRendezvous(host_id=self._host_id(), pid=os.getpid()))
 
     def open_sender(self, spec: ChannelSpec, member: str) -> ShmSendChannel:
-        """Makes the segment (8 MiB and a little). ``TransportError`` says what the machine lacks, or who is elsewhere."""
+        """Makes the segment (8 MiB and a little). ``TransportError``: what the machine lacks, or who is elsewhere."""
         self._validate(spec, member, spec.senders)
         try:
             return ShmSendChannel(spec, member, self._directory, self._slots, self._slot_bytes)

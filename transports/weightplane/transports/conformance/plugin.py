@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each case for the module's transport, or for those of the command line."""
     if "transport_name" in metafunc.fixturenames:
         named = getattr(metafunc.module, "TRANSPORT", None)
-        names = [named] if named else metafunc.config.getoption("--transport", default=[])
+        names = [named] if named else metafunc.config.getoption("--transport", default=[]) or []
         metafunc.parametrize("transport_name", names, scope="session")
 
 
