@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 
@@ -109,18 +110,20 @@ async def test_a_rank_with_a_session_is_told_of_updates_and_of_being_fenced() ->
         assert isinstance(first, ag.SessionResponse) and first.welcome.ttl_ms == 1200
         await stream.write(ag.SessionRequest(heartbeat=ag.Heartbeat(sequence=1)))
         u = await trainer.start()
-        phases: list[int] = []
         await trainer.weights(u)
         await trainer.rest(u)
+
+        async def told(what: Callable[[ag.DesiredTrainer], bool]) -> None:
+            while True:
+                message = await asyncio.wait_for(stream.read(), 3)
+                assert isinstance(message, ag.SessionResponse)
+                if what(message.trainer):
+                    return
+
+        await told(lambda t: t.update.phase == up.UPDATE_PHASE_COMMITTED)
         rival = Trainer(running.address, name="rival")
         await rival.init(takeover=True)
-        while True:
-            message = await asyncio.wait_for(stream.read(), 3)
-            assert isinstance(message, ag.SessionResponse)
-            if message.trainer.fenced:
-                break
-            phases.append(message.trainer.update.phase)
-        assert up.UPDATE_PHASE_COMMITTED in phases
+        await told(lambda t: t.fenced)
         await refused(_join(trainer, "rank/0", trainer.incarnation, 1), "TRAINER_FENCED")
         await refused(_join(trainer, "rank/1", rival.incarnation, 2, rank=1), "INVALID_ARGUMENT")
         await refused(_join(trainer, "rank/0", "else", 2), "INVALID_ARGUMENT")

@@ -63,7 +63,7 @@ def controlplane(
     """Run the control plane until SIGTERM or Ctrl-C. Agents reconnect after a restart; decided updates complete."""
     configure_logging(log_level, log_json)
     from weightplane.controlplane.core.model import Config
-    from weightplane.controlplane.server.app import ServerConfig, serve
+    from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
     from weightplane.controlplane.server.security import Security, Tls, parse_tokens
     from weightplane.controlplane.store import StoreError, open_store
 
@@ -87,6 +87,7 @@ def controlplane(
         raise typer.Exit(Exit.USAGE) from None
 
     async def run() -> None:
+        tune_collector()
         running = await serve(config)
         over = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -123,6 +123,8 @@ class GenerateServer:
         """Why it may not generate now; empty if it may. A publish in progress does not count."""
         engine = self._engine
         mixed = engine.mixed()
+        if mixed and "update" in engine.holders():
+            return ""  # being written, and paused for it: the request waits for the outcome
         if mixed:
             return f"DIRTY: {mixed}"
         held = set(engine.held())

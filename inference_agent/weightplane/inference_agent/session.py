@@ -28,6 +28,7 @@ __all__ = ["ControlSession", "SessionStatus"]
 log = logging.getLogger("weightplane.inference_agent")
 
 _BACKOFF_S = (0.1, 2.0)
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class SessionStatus(StrEnum):
@@ -109,7 +110,9 @@ class ControlSession:
                 return
             self.status = SessionStatus.CONNECTING
             backoff = _BACKOFF_S[0] if welcomed else min(_BACKOFF_S[1], backoff * 2)
-            log.info("%s: the control stream is down (%s); redialling", self._hello.agent_id, self.error)
+            refused = error is not None and error.code() in _REFUSALS  # dialling again helps once someone mends it
+            level = logging.ERROR if refused else logging.INFO
+            log.log(level, "%s: the control stream is down (%s); redialling", self._hello.agent_id, self.error)
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped, backoff * random.uniform(0.5, 1.5))
                 if self._stopped:

@@ -744,11 +744,11 @@ class DesiredUpdate(_message.Message):
     """Time left to vote; a replica that has not voted by then aborts by itself."""
     @_builtins.property
     def channel(self) -> _transport_pb2.ChannelBinding:
-        """The channel that the bytes come by."""
+        """The channel that the bytes come by; sent while there is something to arm and no decision."""
 
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArmedCall]:
-        """Calls to arm, in order. Grows."""
+        """Calls to arm, in order. Grows; sent while there is no decision."""
 
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:

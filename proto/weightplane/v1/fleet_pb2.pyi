@@ -213,6 +213,7 @@ class ReplicaInfo(_message.Message):
     UPDATES_SINCE_START_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     FAILURES_IN_A_ROW_FIELD_NUMBER: _builtins.int
+    MAY_NOT_JOIN_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its id."""
     incarnation: _builtins.str
@@ -241,6 +242,8 @@ class ReplicaInfo(_message.Message):
     """Updates applied since this life began."""
     failures_in_a_row: _builtins.int
     """Failures in a row in updates."""
+    may_not_join: _builtins.str
+    """Why it may not join an update now; empty if it may."""
     @_builtins.property
     def held(self) -> _common_pb2.HeldVersion:
         """What it holds."""
@@ -278,10 +281,11 @@ class ReplicaInfo(_message.Message):
         updates_since_start: _builtins.int = ...,
         failure: _common_pb2.Failure | None = ...,
         failures_in_a_row: _builtins.int = ...,
+        may_not_join: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "routable", b"routable", "serving_address", b"serving_address", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "routable", b"routable", "serving_address", b"serving_address", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

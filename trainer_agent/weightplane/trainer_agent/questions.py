@@ -91,8 +91,4 @@ class Questions:
 
 def _not_ready(info: fleet_pb2.ReplicaInfo) -> str:
     """Why a replica may not take part in an update; empty if it may."""
-    if info.liveness != fleet_pb2.LIVENESS_LIVE:
-        return f"it is {fleet_pb2.Liveness.Name(info.liveness).removeprefix('LIVENESS_')}"
-    if info.admin not in (fleet_pb2.ADMIN_STATE_ACTIVE, fleet_pb2.ADMIN_STATE_QUARANTINED):
-        return f"it is {fleet_pb2.AdminState.Name(info.admin).removeprefix('ADMIN_STATE_')}"
-    return ""
+    return info.may_not_join

@@ -183,6 +183,11 @@ _HANDLERS: dict[type[Any], Callable[[Tx, Any], None]] = {
 }
 
 
+def _unconfirmed(u: Update, stored: GroupState) -> bool:
+    """Whether ``u`` is the committed update, and the coordinator ended before its replicas confirmed it."""
+    return u.phase is Phase.COMMITTED and u.held == stored.committed and not u.ended_at
+
+
 def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float) -> tuple[GroupState, Update | None]:
     """The state a new epoch starts from, given what the store holds.
 
@@ -198,10 +203,15 @@ def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float)
         )
         aborted = replace(frozen, phase=Phase.ABORTED, failure=failure, closed=True, frozen=True, waiters=())
         history[frozen.update_id] = aborted
+    flipping = next((u for u in history.values() if _unconfirmed(u, stored)), None)
+    if flipping is not None:  # FinishUpdate answers once its replicas are back and serve it, or after 2 TTL
+        del history[flipping.update_id]
+        flipping = replace(flipping, closed=False, deadline=now + 2 * stored.config.ttl_s, waiters=())
     t: Trainer | None = stored.trainer
     if t is not None:
         t = replace(t, ranks={}, waiters=(), channels=(), choices=(), placements={}, durable=True)
-    requests = {u.request_id: u.update_id for u in history.values() if u.request_id}
+    known = (*history.values(), *((flipping,) if flipping is not None else ()))
+    requests = {u.request_id: u.update_id for u in known if u.request_id}
     absent = {rid: Replica(rid) for rid in stored.roster}
     replicas = {rid: replace(r, lost_at=now) for rid, r in {**absent, **stored.replicas}.items()}
     state = replace(
@@ -213,7 +223,7 @@ def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float)
         history=history,
         requests=requests,
         trainer=t,
-        open=None,
+        open=flipping,
         queue=(),
         waiters=(),
         writes={},

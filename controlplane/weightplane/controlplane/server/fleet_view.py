@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightplane.controlplane.core.members import routable
+from weightplane.controlplane.core.members import may_join, routable
 from weightplane.controlplane.core.model import Admin, CachePolicy, GroupState, Liveness, Policy, Rank, Replica, Trainer
 from weightplane.controlplane.core.trainers import rank_lives
 from weightplane.v1 import fleet_pb2
@@ -12,6 +12,8 @@ from .errors import failure_to_proto
 from .project import commit_policy, held, small, update_info
 
 __all__ = ["group_info", "policy", "replica_info"]
+
+_LIVENESS_TELLS = float("-inf")  # whether a lease is over is in ``liveness``; a picture does not change by the clock
 
 
 def replica_info(state: GroupState, r: Replica) -> fleet_pb2.ReplicaInfo:
@@ -35,6 +37,7 @@ def replica_info(state: GroupState, r: Replica) -> fleet_pb2.ReplicaInfo:
         lag=max(0, state.committed.version - r.held.version),
         updates_since_start=r.updates_since_start,
         failures_in_a_row=r.failures_in_a_row,
+        may_not_join=may_join(r, _LIVENESS_TELLS),
     )
     if r.failure is not None:
         info.failure.CopyFrom(failure_to_proto(r.failure, 512))
