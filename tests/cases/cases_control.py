@@ -145,12 +145,12 @@ def C03_a_fleet_switches_together_or_not_at_all() -> None:
         fill(module, 2)
         broken.at, broken.wait_s = "prepare", 0.3
         e = refused("the update fails", lambda: publisher.publish(2), UpdateFailed)
-        check("the failed receiver is named", set(e.failures) == {"r2"} or "r2" in e.failures, e.failures)
-        outcomes = {o.replica_id: o for o in e.update.outcomes}
-        check("each receiver's status is listed", set(outcomes) == {"r0", "r1", "r2"}, outcomes)
         f.idle("the update is over")
         moved = [n for n, engine in f.engines.items() if not same(engine, old)]
         check("nobody switched", not moved, moved)
+        check("the failed receiver is named", "r2" in e.failures, e, e.failures)
+        outcomes = {o.replica_id: o for o in e.update.outcomes}
+        check("each receiver's status is listed", set(outcomes) == {"r0", "r1", "r2"}, outcomes)
         held = {n: engine.held()[0].version for n, engine in f.engines.items()}
         check("all hold the version before", set(held.values()) == {first.version}, held)
         check("and serve it", all(f.check_replica(n, first.version).routable for n in f.engines))
@@ -440,7 +440,7 @@ def C20_no_pass_reads_while_weights_are_written() -> None:
             if hit in ("replica.apply.inside", "replica.receive.inside"):
                 time.sleep(0.002)
 
-        with Readers(f.engines["r0"]) as readers:
+        with Readers(f.engines["r0"], passes=40) as readers:
             failpoints.set_hook(on)
             try:
                 for step in range(1, 9):

@@ -98,13 +98,13 @@ def _(m: Patch) -> None:
 
 @plant("C03", "nobody switched")
 def _(m: Patch) -> None:
-    """A replica applies as soon as it has voted."""
+    """A replica applies as soon as it has voted (its first update is spared: there must be versions to mix)."""
     prepared = replica._HANDLERS[replica.Prepared]
 
     def eager(tx: Any, e: Any) -> None:
         prepared(tx, e)
         t = tx.state.taking
-        if t is not None and t.voted:
+        if t is not None and t.voted and t.want.version > 1:
             replica._commit(tx)
 
     handler(m, replica._HANDLERS, replica.Prepared, eager)
