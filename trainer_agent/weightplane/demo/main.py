@@ -82,7 +82,7 @@ def _train(config: DemoConfig, fleet: HttpFleet, model: DecoderLM, console: Cons
     rows: list[tuple[str, ...]] = []
 
     def grid() -> Table:
-        table = Table(title="sorting five digits, learnt from a reward", title_justify="left")
+        table = Table(title=f"sorting {config.length} digits, learnt from a reward", title_justify="left")
         for column in ("step", "reward", "version", "wire", "pause", "apply", "update", "GB/s", "rollout", "train"):
             table.add_column(column, justify="right")
         for row in rows[-_ROWS:]:
