@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +32,7 @@ log = logging.getLogger("weightplane.inference_agent")
 _MAX_BODY = 1 << 20
 _MAX_PROMPTS = 1024
 _MAX_TOKENS = 1 << 16
+_PUBLISH_WAIT_S = 3.0
 _TIMEOUT_S = 30.0  # on reading a request: a client that sends half of one holds no thread for ever
 
 Gate = Callable[[], AbstractContextManager[Any]]
@@ -123,8 +125,6 @@ class GenerateServer:
         """Why it may not generate now; empty if it may. A publish in progress does not count."""
         engine = self._engine
         mixed = engine.mixed()
-        if mixed and "update" in engine.holders():
-            return ""  # being written, and paused for it: the request waits for the outcome
         if mixed:
             return f"DIRTY: {mixed}"
         held = set(engine.held())
@@ -133,6 +133,12 @@ class GenerateServer:
         if held == {NONE_HELD} and not self._unsynced:
             return "no update has reached this engine yet"
         return ""
+
+    def _await_publish(self) -> None:
+        """Live memory is being written by an update: wait a while for its end, which is no reason to refuse."""
+        end = time.monotonic() + _PUBLISH_WAIT_S
+        while self._engine.mixed() and "update" in self._engine.holders() and time.monotonic() < end:
+            time.sleep(0.01)  # the engine contract has no event for this, and a publish is short
 
     def version(self) -> dict[str, Any]:
         """What the engine says it holds."""
@@ -166,6 +172,7 @@ class GenerateServer:
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer one request."""
         prompts, most, temperature, seed = _checked(body)
+        self._await_publish()
         why = self.why_not()
         if why:
             raise _Refused(503, why)
