@@ -32,7 +32,7 @@ SERVICE = "weightplane.v1.TensorService"
 METHOD = "Transfer"
 KEY_METADATA = "weightplane-channel-key-bin"
 #: Payload of one message. The contract allows up to 2 MiB.
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 _MAX_CHUNK = 2 << 20
 _FREED = 8 << 20
 

@@ -31,9 +31,9 @@ __all__ = [
 MIB = 1 << 20
 TOTAL = 40 * MIB
 PLACES = [
-    ("s0", "kit.send.before", 3),
+    ("s0", "kit.send.before", 6),
     ("s0", "{}.send.inside", 5),
-    ("s0", "kit.send.after", 3),
+    ("s0", "kit.send.after", 5),
     ("r0", "kit.receive.before", 3),
     ("r0", "{}.receive.inside", 5),
     ("r0", "kit.receive.after", 3),
