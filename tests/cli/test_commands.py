@@ -202,3 +202,11 @@ def test_bad_options_are_refused_before_anything_starts(args: list[str], word: s
     done = weightplane(*args)
     assert done.returncode in (2, 4), done.stderr
     assert word in done.stderr.replace("\n", " ")
+
+
+def test_a_factory_in_the_current_folder_is_found_by_the_installed_command(tmp_path: Path) -> None:
+    (tmp_path / "my_module.py").write_text("def make_engine():\n    return 7\n")
+    command = Path(sys.executable).parent / "weightplane"
+    args = ["inference-agent", "-g", "g", "--replica-id", "r", "--engine", "my_module:make_engine"]
+    done = subprocess.run([command, *args], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "returned int" in done.stderr.replace("\n", " "), done.stderr

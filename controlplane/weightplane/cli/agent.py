@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -32,7 +34,9 @@ def _pairs(option: str, texts: list[str], parse: bool) -> dict[str, Any]:
 def inference_agent(
     group: GroupOption,
     replica_id: Annotated[str, typer.Option("--replica-id", help="Stable and unique in the group.")],
-    engine: Annotated[str, typer.Option("--engine", help="module:factory, or a registered engine's name.")],
+    engine: Annotated[
+        str, typer.Option("--engine", help="module:factory (also of the current folder), or a registered name.")
+    ],
     address: AddressOption = DEFAULT_ADDRESS,
     option: Annotated[
         list[str] | None, typer.Option("--engine-option", help="key=value for the factory (JSON values). Repeatable.")
@@ -59,6 +63,7 @@ def inference_agent(
     from weightplane.inference_agent.generate import GenerateServer
     from weightplane.inference_agent.serve import run_agent
 
+    sys.path.insert(0, os.getcwd())  # a factory beside the user is found, as by python itself
     host, _, port = generate.rpartition(":")
     if generate and not (host and port.isdigit()):
         raise typer.BadParameter(f"--generate {generate!r}: expected host:port")

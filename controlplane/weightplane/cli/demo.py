@@ -22,9 +22,10 @@ def demo(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights, prompts and samplers.")] = 0,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Training steps; 0 = the recommended number.")] = 0,
     transport: Annotated[str, typer.Option("--transport", help="Force one: shm or grpc; none = negotiated.")] = "",
-    report: Annotated[Path, typer.Option("--report", help="Folder of report.json and report.png.")] = Path(
-        "demo-report"
-    ),
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="Folder of report.json and report.png; none = demo-report[/control]."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Watch a policy learn: a trainer, a control plane and two replicas as processes; every step is published."""
@@ -35,7 +36,8 @@ def demo(
         raise typer.Exit(Exit.REFUSED) from None
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        summary = run_demo(sync=sync, seed=seed, steps=steps, transport=transport, report=report, quiet=as_json)
+        folder = report or (Path("demo-report") if sync else Path("demo-report", "control"))
+        summary = run_demo(sync=sync, seed=seed, steps=steps, transport=transport, report=folder, quiet=as_json)
     except DemoFailed as error:
         err.print(f"[bold red]error[/] {error}")
         raise typer.Exit(Exit.FAILED) from None

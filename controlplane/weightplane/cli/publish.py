@@ -58,19 +58,25 @@ def publish(
         elif error.reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED):
             code = Exit.DENIED
         _complain(str(error), error.reason.value, code, as_json)
-    except (ValueError, OSError, TimeoutError) as error:
-        _complain(str(error), type(error).__name__, Exit.REFUSED, as_json)
+    except TimeoutError as error:
+        todo = "start replicas of that group (weightplane status lists the groups), or give them more time with --wait"
+        _complain(str(error), "NOT_ENOUGH_REPLICAS", Exit.REFUSED, as_json, todo)
+    except (ValueError, OSError) as error:
+        _complain(str(error), "INVALID_ARGUMENT", Exit.REFUSED, as_json, "mend the argument named above")
     else:
         _show(receipt, as_json)
 
 
-def _complain(text: str, reason: str, code: Exit, as_json: bool) -> None:
+_LOOK = "weightplane status and weightplane updates show the fleet as it is"
+
+
+def _complain(text: str, reason: str, code: Exit, as_json: bool, todo: str = _LOOK) -> None:
     if as_json:
-        emit_json({"error": {"reason": reason, "message": text, "exit": int(code)}})
+        emit_json({"error": {"reason": reason, "message": text, "next": todo, "exit": int(code)}})
     else:
         err.print(f"[bold red]error[/] {reason}: ", end="")
         err.print(text, markup=False)
-        err.print("  next: weightplane status and weightplane updates show the fleet as it is")
+        err.print(f"  next: {todo}", markup=False)
     raise typer.Exit(code)
 
 
