@@ -395,3 +395,22 @@ def test_a_death_shows_through_a_forked_child_that_keeps_the_lock(home: Path) ->
     owner.wait(10)
     owner.stdout.close()
     path.unlink(missing_ok=True)
+
+
+def test_four_quarters_reach_two_halves_with_no_full_copy_in_any_process(fleet: Any) -> None:
+    """96 MiB of matrices, rows to columns: no process needs more than 8 MiB beside its own part."""
+    rows = [f"rows:{i}/4" for i in range(4)]
+    f = fleet("matrix:4096:4096", senders=rows, receivers=["cols:0/2", "cols:1/2"], bucket_bytes=1 << 20)
+    f.open()
+    f.update(1)
+    for future in f.each("fill", f.senders, seed=2).values():
+        future.result(60)
+    before = {m: p.call("stats")["rss_kib"] for m, p in f.peers.items()}
+    for peer in f.peers.values():
+        peer.call("reset_peak")
+    f.arm()
+    for future in f.move().values():
+        future.result(60)
+    peaks = {m: p.call("stats")["peak_kib"] - before[m] for m, p in f.peers.items()}
+    assert max(peaks.values()) < 8 << 10, peaks
+    f.check(2)

@@ -63,6 +63,7 @@ class Member:
             "failpoints": self._failpoints,
             "release": lambda: self._release.set(),
             "stats": self._stats,
+            "reset_peak": self._reset_peak,
         }
         if op in control:
             return control[op](**command.get("args", {}))
@@ -116,10 +117,14 @@ class Member:
             "threads": threading.active_count(),
             "os_threads": len(os.listdir("/proc/self/task")),
             "rss_kib": rss,
+            "peak_kib": int(status.split("VmHWM:")[1].split()[0]),
             "maps": maps,
             "pid": os.getpid(),
             "cpu_s": time.process_time(),
         }
+
+    def _reset_peak(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
 
     # -- one after another, on the data thread
 
