@@ -34,6 +34,7 @@ __all__ = ["Attempt"]
 
 log = logging.getLogger(__name__)
 
+_GRACE_S = 0.7  # after the deadline, all last questions together may take this long: a publish ends within a second
 _SETTLE_S = 0.7  # wait this long for an aborted update's last word before raising
 _OUTCOME_S = 10.0  # and this long past the deadline for an outcome that is not known
 
@@ -216,9 +217,16 @@ class Attempt:
             rank=rank,
         )
         try:
-            self.rank.client.call("AbortUpdate", request, time.monotonic() + seconds)
+            self.rank.client.call("AbortUpdate", request, self._soon(seconds))
         except (RpcRefused, Unanswered) as e:
             log.info("group %s: abort of %s: %s", self.rank.group, self.update_id or "the update", e)
+
+    def _soon(self, seconds: float) -> float:
+        """That many seconds from now, but within the grace after the deadline (and never without any time at all)."""
+        now = time.monotonic()
+        if not self._deadline:  # StartUpdate did not answer: nothing else is running out
+            return now + seconds
+        return min(now + seconds, max(self._deadline + _GRACE_S, now + 0.1))
 
     def _end(self, error: BaseException) -> update_pb2.UpdateInfo:
         """Clean up after ``error``, then raise what it means; or return the update if it committed all the same."""
@@ -253,7 +261,7 @@ class Attempt:
             )
             if not maybe:
                 return
-            update = self._ask(time.monotonic() + 1.0)
+            update = self._ask(self._soon(1.0))
             if update is None and not isinstance(error, RanksDisagree):
                 return
             self.update_id = update.update_id if update is not None else ""
@@ -307,7 +315,7 @@ class Attempt:
 
     def _settle(self, update: update_pb2.UpdateInfo | None) -> update_pb2.UpdateInfo | None:
         """The last word of an update that ends, with every replica's outcome; waited for ``_SETTLE_S`` at most."""
-        end = time.monotonic() + _SETTLE_S
+        end = self._soon(_SETTLE_S)
         while True:
             found = self._ask(end)
             update = found if found is not None else update
