@@ -248,7 +248,7 @@ class Attempt:
             update = self._settle(None)
             if update is not None and is_aborted(update) and not self._told_by_us(update):
                 raise AttemptFailed(failure_from_proto(update.failure), update) from error
-            raise AttemptFailed(self._own_failure(error), update) from error
+            raise AttemptFailed(self._own_failure(error), update, update_id=self.update_id) from error
         raise error
 
     def _tell(self, error: BaseException) -> None:
@@ -284,11 +284,14 @@ class Attempt:
         raise AttemptFailed(error.failure, update) from None
 
     def _own_failure(self, error: BaseException) -> Failure:
+        if isinstance(error, Unanswered):
+            text = f"the control plane did not answer {error}; it aborts the update at its deadline if it lives"
+            return Failure(Reason.DEADLINE, text)
         reason = Reason.TRANSPORT
         member = self.rank.member
         if isinstance(error, TransportError) and error.peers:
             member = error.peers[0].rpartition("/")[0] or error.peers[0]
-        elif isinstance(error, TimeoutError | Unanswered):
+        elif isinstance(error, TimeoutError):
             reason = Reason.DEADLINE
         elif isinstance(error, RanksDisagree):
             reason = Reason.PEER_RANK_FAILED

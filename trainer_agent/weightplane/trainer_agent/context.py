@@ -83,9 +83,11 @@ class RanksDisagree(Exception):
 class AttemptFailed(Exception):
     """An attempt is over without a commit; what it left behind is cleaned up. Internal."""
 
-    def __init__(self, failure: Failure, update: update_pb2.UpdateInfo | None, *, refused: bool = False) -> None:
+    def __init__(
+        self, failure: Failure, update: update_pb2.UpdateInfo | None, *, refused: bool = False, update_id: str = ""
+    ) -> None:
         super().__init__(str(failure))
-        self.failure, self.update, self.refused = failure, update, refused
+        self.failure, self.update, self.refused, self.update_id = failure, update, refused, update_id
 
 
 def failures_of(update: update_pb2.UpdateInfo) -> dict[str, Failure]:

@@ -225,7 +225,8 @@ class Publishing:
             return TrainerFenced(e.failure)
         if e.refused:
             return UpdateRefused(e.failure, update=e.update)
-        return UpdateFailed(e.failure, failures_of(e.update) if e.update is not None else {}, e.update)
+        failures = failures_of(e.update) if e.update is not None else {}
+        return UpdateFailed(e.failure, failures, e.update, update_id=e.update_id)
 
     def _again(self, e: AttemptFailed, options: PublishOptions) -> PublishOptions | None:
         """The options of a second attempt, equal on all ranks; ``None`` if there is none to be made."""
