@@ -169,7 +169,7 @@ def test_T23_a_manifest_that_does_not_fit_is_refused_by_name_before_the_first_by
 
 
 def blocked_in_transfer(pair: Pair, mode: Mode, buckets: int) -> None:
-    """Start an update, send ``buckets`` of it, and leave the receiver waiting."""
+    """Start an update, send ``buckets`` of it, see them reported as landed, and leave the receiver waiting."""
     trainer = pair.trainer
     started = trainer.start(9, mode=mode)
     sent: list[int] = []
@@ -181,6 +181,12 @@ def blocked_in_transfer(pair: Pair, mode: Mode, buckets: int) -> None:
 
     with pytest.raises(RuntimeError, match="stops sending"):
         trainer.send(started, pair.values(9), spoil)
+
+    def reported() -> int:
+        update = pair.plane.state().open
+        return 0 if update is None else int(update.parts["r"].bytes_received)
+
+    eventually(lambda: reported() >= 16384 * buckets, what=f"{buckets} buckets are reported as landed")
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
