@@ -203,6 +203,7 @@ def _channel(m: transport_pb2.ChannelBinding) -> Channel:
         modes=(),
         bucket_bytes=m.bucket_bytes,
         offers={member: Offer(o.transport, o.SerializeToString()) for member, o in m.offers.items()},
+        ordinal=m.ordinal,
     )
 
 

@@ -38,6 +38,7 @@ def channel_spec(c: Channel, group: str) -> ChannelSpec:
         receivers=c.receivers,
         bucket_bytes=c.bucket_bytes,
         offers={m: Rendezvous.FromString(o.data) for m, o in c.offers.items()},
+        ordinal=c.ordinal,
     )
 
 

@@ -143,21 +143,29 @@ class NcclRendezvous(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    UNIQUE_ID_FIELD_NUMBER: _builtins.int
+    UNIQUE_IDS_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
-    unique_id: _builtins.bytes
-    """The unique id that trainer rank 0 minted (128 bytes); single use; empty in every other offer."""
+    VERSION_FIELD_NUMBER: _builtins.int
     device_uuid: _builtins.str
     """UUID of the GPU that the member uses: the same one twice is refused."""
+    version: _builtins.int
+    """NCCL that the member loads, as its own version number (22809 = 2.28.9)."""
+    @_builtins.property
+    def unique_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Unique ids that trainer rank 0 minted (128 bytes each), single use: a channel takes the one at its `ordinal`. Empty in
+        every other offer.
+        """
+
     def __init__(
         self,
         *,
-        unique_id: _builtins.bytes = ...,
+        unique_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         device_uuid: _builtins.str = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "unique_id", b"unique_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "unique_ids", b"unique_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,6 +355,7 @@ class ChannelBinding(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     OFFERS_FIELD_NUMBER: _builtins.int
+    ORDINAL_FIELD_NUMBER: _builtins.int
     channel_id: _builtins.str
     """Unique for ever."""
     transport: _builtins.str
@@ -355,6 +364,8 @@ class ChannelBinding(_message.Message):
     """One-time secret, 32 bytes, known to the channel's members alone."""
     bucket_bytes: _builtins.int
     """Upper bound of a bucket's bytes."""
+    ordinal: _builtins.int
+    """Its place, from 0, among the channels of its transport that were bound together."""
     @_builtins.property
     def senders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Sending members ("rank/<r>"), in rank order."""
@@ -377,10 +388,11 @@ class ChannelBinding(_message.Message):
         key: _builtins.bytes = ...,
         bucket_bytes: _builtins.int = ...,
         offers: _abc.Mapping[_builtins.str, Global___Rendezvous] | None = ...,
+        ordinal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "channel_id", b"channel_id", "key", b"key", "offers", b"offers", "receivers", b"receivers", "senders", b"senders", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "channel_id", b"channel_id", "key", b"key", "offers", b"offers", "ordinal", b"ordinal", "receivers", b"receivers", "senders", b"senders", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,6 +99,7 @@ class ChannelPool:
             receivers=tuple(b.receivers),
             bucket_bytes=b.bucket_bytes,
             offers=dict(b.offers),
+            ordinal=b.ordinal,
         )
         transport = registry.get(b.transport)
         log.debug("opening channel %s by %s to %d receiver(s)", b.channel_id, b.transport, len(spec.receivers))

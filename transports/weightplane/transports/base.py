@@ -102,7 +102,8 @@ class ChannelSpec:
     """What both sides know before a channel opens.
 
     ``channel_id`` is unique for ever; ``key`` is its one-time secret (32 bytes). ``senders`` and ``receivers`` are
-    member ids in rank order; ``offers`` holds what each member offered (``Transport.offer``), by member id.
+    member ids in rank order; ``offers`` holds what each member offered (``Transport.offer``), by member id. ``ordinal``
+    counts the channels of this transport that were bound together, for offers that hold one single-use item for each.
     """
 
     channel_id: str
@@ -113,6 +114,7 @@ class ChannelSpec:
     receivers: tuple[str, ...]
     bucket_bytes: int
     offers: Mapping[str, Rendezvous]
+    ordinal: int = 0
 
 
 class SendChannel(ABC):
@@ -128,7 +130,10 @@ class SendChannel(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
-        """Send one bucket. ``spans``: contiguous 1-D uint8 tensors whose bytes, in order, are the bucket's."""
+        """Send one bucket. ``spans``: contiguous 1-D uint8 tensors whose bytes, in order, are the bucket's.
+
+        The very list object of an earlier call for this bucket means the same memory: what was worked out for it holds.
+        """
 
     @abstractmethod
     def flush(self) -> None:

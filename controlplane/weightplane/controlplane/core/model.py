@@ -282,7 +282,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A bound channel: members are fixed; a change of membership makes a new one."""
+    """A bound channel: members are fixed; a change of membership makes a new one.
+
+    ``ordinal``: its place among the channels of its transport that were bound together.
+    """
 
     channel_id: str
     transport: str
@@ -293,6 +296,7 @@ class Channel:
     modes: tuple[Mode, ...]
     bucket_bytes: int
     offers: Mapping[str, Offer]
+    ordinal: int = 0
 
 
 @dataclass(frozen=True, slots=True)

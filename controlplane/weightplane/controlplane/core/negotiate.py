@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from .model import Channel, Offer, Rank, Replica, Worker
 
@@ -95,6 +96,7 @@ def bind(
             modes=members[0].modes,
             bucket_bytes=bucket_bytes,
             offers=offers,
+            ordinal=sum(c.transport == transport for c in channels),
         )
         channel = _kept(made, old) or _named(made, *_fresh(seed, len(channels)))
         channels.append(channel)
@@ -104,17 +106,7 @@ def bind(
 
 
 def _named(made: Channel, channel_id: str, key: bytes) -> Channel:
-    return Channel(
-        channel_id,
-        made.transport,
-        key,
-        made.senders,
-        made.receivers,
-        made.replicas,
-        made.modes,
-        made.bucket_bytes,
-        made.offers,
-    )
+    return replace(made, channel_id=channel_id, key=key)
 
 
 def _fresh(seed: bytes, n: int) -> tuple[str, bytes]:

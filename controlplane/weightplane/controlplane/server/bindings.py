@@ -30,6 +30,7 @@ def channel(c: Channel, members: Iterable[str] | None = None) -> transport_pb2.C
         key=c.key,
         bucket_bytes=c.bucket_bytes,
         offers={m: transport_pb2.Rendezvous.FromString(c.offers[m].data) for m in names if m in c.offers},
+        ordinal=c.ordinal,
     )
 
 
