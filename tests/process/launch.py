@@ -2,7 +2,8 @@
 
 ``python -m tests.process.launch ARMED``: the first line of standard input is ``{"name": ..., "argv": [...]}``; argv is
 a command line of ``weightplane``, or ``trainer ...``. Failpoints are armed while it runs: ``ARMED/<name>.arm`` holds
-``{"point", "nth", "action"}``; the action is ``kill`` (SIGKILL itself), ``kill:PID`` (another process) or ``raise``.
+``{"point", "nth", "action"}``; the action is ``kill`` (SIGKILL itself), ``kill:PID`` (another process), ``stop``
+(SIGSTOP itself) or ``raise``.
 The file becomes ``<name>.fired`` when it strikes.
 """
 
@@ -42,8 +43,8 @@ class Armed:
                 return
             self._rule.replace(self._fired)
         verb, _, pid = rule["action"].partition(":")
-        if verb == "kill":
-            os.kill(int(pid) if pid else os.getpid(), signal.SIGKILL)
+        if verb in ("kill", "stop"):
+            os.kill(int(pid) if pid else os.getpid(), signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
         else:
             raise failpoints.FailpointError(f"{point}, armed by the test")
 

@@ -34,7 +34,7 @@ __all__ = ["Attempt"]
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 0.7  # after the deadline, all last questions together may take this long: a publish ends within a second
+_GRACE_S = 0.5  # after the deadline, all last questions together may take this long: a publish ends within a second
 _SETTLE_S = 0.7  # wait this long for an aborted update's last word before raising
 _OUTCOME_S = 10.0  # and this long past the deadline for an outcome that is not known
 
@@ -68,6 +68,7 @@ class Attempt:
         Raises ``AttemptFailed``, ``TrainerFenced``, ``OutcomeUnknown``, or whatever the source or the caller raised.
         """
         watchdog: threading.Timer | None = None
+        self._deadline = deadline
         try:
             try:
                 self._start(deadline)
@@ -224,8 +225,6 @@ class Attempt:
     def _soon(self, seconds: float) -> float:
         """That many seconds from now, but within the grace after the deadline (and never without any time at all)."""
         now = time.monotonic()
-        if not self._deadline:  # StartUpdate did not answer: nothing else is running out
-            return now + seconds
         return min(now + seconds, max(self._deadline + _GRACE_S, now + 0.1))
 
     def _end(self, error: BaseException) -> update_pb2.UpdateInfo:

@@ -105,6 +105,7 @@ class Hold:
         self._device_kind = device_kind
         try:
             self.bind(deadline, Stop())
+            self.questions.policy()  # remembered for a failure after which nobody answers
         except RpcRefused as e:
             if e.failure.reason is Reason.TRAINER_HELD:
                 raise TrainerHeld(e.failure) from None

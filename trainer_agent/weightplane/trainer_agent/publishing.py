@@ -90,7 +90,7 @@ class Publishing:
             try:
                 receipt = self._attempt(options)
             except AttemptFailed as e:
-                policy = self._policy()
+                policy = self._policy(ask=not isinstance(e.__cause__, Unanswered))
                 once_more = policy is FailurePolicy.RETRY and not self._retries and self._held
                 again = self._again(e, options) if once_more else None
                 if again is None:
@@ -109,10 +109,10 @@ class Publishing:
             self._held = False
             self._source_free()
 
-    def _policy(self) -> FailurePolicy:
-        """What to do about a failure: as asked, else as the group says."""
+    def _policy(self, *, ask: bool = True) -> FailurePolicy:
+        """What to do about a failure: as asked, else as the group says, or said (``ask`` off: nobody answers now)."""
         if self._options.failure is FailurePolicy.GROUP:
-            policy = self._hold.questions.policy()
+            policy = self._hold.questions.policy(ask=ask)
             stale = policy.max_stale_versions
             failure = _POLICIES.get(policy.failure, FailurePolicy.RAISE)
             if failure is FailurePolicy.CONTINUE_STALE and not stale:

@@ -23,6 +23,7 @@ class Questions:
 
     def __init__(self, client: Client, group: str) -> None:
         self._client, self._group = client, group
+        self._known = fleet_pb2.GroupPolicy()
 
     def wait_for_replicas(self, count: int, deadline: float, check: Callable[[], None]) -> tuple[str, ...]:
         """See ``Publisher.wait_for_replicas``; ``check`` may raise meanwhile."""
@@ -51,15 +52,19 @@ class Questions:
             raise self._client.unreachable(e) from None
         return list(answer.replicas)
 
-    def policy(self) -> fleet_pb2.GroupPolicy:
-        """The group's policies; all defaults if it cannot say within a second."""
+    def policy(self, *, ask: bool = True) -> fleet_pb2.GroupPolicy:
+        """The group's policies: as they are, or as last heard (all defaults if never) without ``ask`` or an answer
+        within a second."""
+        if not ask:
+            return self._known
         try:
             request = fleet_pb2.GetGroupRequest(group=self._group)
             answer: fleet_pb2.GetGroupResponse = self._client.call("GetGroup", request, time.monotonic() + 1.0)
         except (RpcRefused, Unanswered) as e:
             log.info("group %s: its policies could not be asked for: %s", self._group, e)
-            return fleet_pb2.GroupPolicy()
-        return answer.group.policy
+            return self._known
+        self._known = answer.group.policy
+        return self._known
 
     def outcome(self, update_id: str, deadline: float) -> update_pb2.UpdateInfo:
         """What became of an update."""
