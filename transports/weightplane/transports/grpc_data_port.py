@@ -7,6 +7,7 @@ for yet is not read either: HTTP/2 flow control holds its sender back, so memory
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import threading
 import time
@@ -209,6 +210,11 @@ class GrpcReceiveChannel(ReceiveChannel):
         return False
 
 
+def _meet(barrier: threading.Barrier) -> None:
+    with contextlib.suppress(threading.BrokenBarrierError):  # every thread is at work: then there are enough of them
+        barrier.wait(1.0)
+
+
 class DataPort:
     """Hosts ``TensorService`` for every receiving channel of this process. Any thread."""
 
@@ -216,7 +222,7 @@ class DataPort:
         self._channels: dict[tuple[str, str], GrpcReceiveChannel] = {}
         self._lock = threading.Lock()
         reuse_freed_memory()
-        pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="weightplane-data-port")
+        self._pool = pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="weightplane-data-port")
         options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.so_reuseport", 0)]
         self._server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(
@@ -237,6 +243,11 @@ class DataPort:
         """Make a channel known; streams may open it from now on."""
         with self._lock:
             self._channels[channel.spec.channel_id, channel.member] = channel
+        # A stream may open while the one before it is still ending: have the threads for both now, so that their
+        # number does not hang on which is faster.
+        meet = threading.Barrier(2 * len(channel.spec.senders))
+        for _ in range(meet.parties):
+            self._pool.submit(_meet, meet)
 
     def unregister(self, channel: GrpcReceiveChannel) -> None:
         """Forget a channel."""
