@@ -1,6 +1,12 @@
-"""Plumbing for the markers gpu and large (pyproject.toml says what each means); no fixtures live here."""
+"""Plumbing for the markers gpu and large (pyproject.toml says what they mean) and for Ctrl-C; no fixtures live here."""
+
+import signal
 
 import pytest
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that: then nothing here could be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

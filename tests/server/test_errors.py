@@ -152,3 +152,23 @@ async def test_a_malformed_name_is_refused_by_field() -> None:
         assert bad.ended is not None and reason_of(bad.ended) == "INVALID_ARGUMENT"
         await bad.kill()
         await trainer.channel.close()
+
+
+@pytest.mark.parametrize(
+    "method", ["WeightTransferService/StartUpdate", "FleetService/WatchGroup", "AgentService/Session"]
+)
+async def test_bytes_that_are_no_message_are_the_callers_mistake(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with server() as running, grpc.aio.insecure_channel(running.address) as channel:
+        path, garbage = f"/weightplane.v1.{method}", b"\xff\xff\xff"
+        stub: Any = channel
+        if method.endswith("Session"):
+            call: Any = stub.stream_stream(path)(iter([garbage]), timeout=5)
+            error = await refused(call.read(), "INVALID_ARGUMENT", grpc.StatusCode.INVALID_ARGUMENT)
+        elif method.endswith("WatchGroup"):
+            call = stub.unary_stream(path)(garbage, timeout=5)
+            error = await refused(call.read(), "INVALID_ARGUMENT", grpc.StatusCode.INVALID_ARGUMENT)
+        else:
+            call = stub.unary_unary(path)(garbage, timeout=5)
+            error = await refused(call, "INVALID_ARGUMENT", grpc.StatusCode.INVALID_ARGUMENT)
+        assert f"expected the bytes of a {method.partition('/')[2]}Request" in (error.details() or "")
+        assert not [r for r in caplog.records if r.exc_info], "a traceback for a caller's mistake"

@@ -17,7 +17,7 @@ from weightplane.v1 import agent_pb2, agent_pb2_grpc
 
 from . import bindings, convert, fields, pages
 from .artifacts import Receipt
-from .calls import CALLER
+from .calls import CALLER, Undecodable
 from .coordinator import Coordinator
 from .enums import EVIDENCE
 from .fields import between, invalid, refuse
@@ -229,6 +229,8 @@ async def _first_to_end(session: Session, serve: list[Any]) -> None:
 
 async def _read(context: _Context) -> agent_pb2.SessionRequest | None:
     message = await context.read()
+    if isinstance(message, Undecodable):
+        raise message.refusal("Session")
     if not isinstance(message, agent_pb2.SessionRequest):
         return None
     if message.ByteSize() > MAX_MESSAGE:

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from weightplane.controlplane.core.reasons import Failure, Reason
@@ -17,7 +18,7 @@ from weightplane.controlplane.core.reasons import Failure, Reason
 from .errors import Refused, status_of
 from .security import Authoriser, Identity
 
-__all__ = ["CALLER", "Guard", "remaining_s"]
+__all__ = ["CALLER", "Guard", "Undecodable", "remaining_s"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,29 @@ def remaining_s(context: _Context) -> float | None:
     """Seconds left to the call's deadline; ``None`` without one."""
     left = context.time_remaining()
     return None if left is None or left > 10 * 365 * 86400 else float(left)
+
+
+class Undecodable:
+    """Stands in for a request whose bytes are no message of its type: gRPC itself would only say INTERNAL."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def refusal(self, method: str) -> Refused:
+        """What its sender is told."""
+        name = method.rpartition("/")[2]
+        text = f"{name}: expected the bytes of a {name}Request, found none of one ({self._error}): generate your stubs "
+        return Refused(Failure(Reason.INVALID_ARGUMENT, text + "from our .proto files"))
+
+
+def _decoding(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError as e:
+            return Undecodable(e)
+
+    return decode
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -57,7 +81,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _wrap(self, method: str, handler: Any) -> Any:
         coders = {
-            "request_deserializer": handler.request_deserializer,
+            "request_deserializer": _decoding(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
@@ -66,12 +90,19 @@ class Guard(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(self._guarded(method, handler.unary_stream), **coders)
         return grpc.stream_stream_rpc_method_handler(self._guarded(method, handler.stream_stream), **coders)
 
-    def _guarded(self, method: str, behaviour: Callable[[Any, _Context], Awaitable[Any]], unary: bool = False) -> Any:
+    def _guarded(
+        self,
+        method: str,
+        behaviour: Callable[[Any, _Context], Awaitable[Any]],
+        unary: bool = False,
+    ) -> Any:
         """``behaviour`` behind every check. Streams answer by ``context.write``, so that all kinds are coroutines."""
 
         async def serve(request: Any, context: _Context) -> Any:
             try:
                 CALLER.set(self._authoriser.admit(method, context))
+                if isinstance(request, Undecodable):
+                    raise request.refusal(method)
                 if unary and remaining_s(context) is None:
                     message = f"{method.rpartition('/')[2]}: expected a deadline, found none: set a timeout on the call"
                     raise Refused(Failure(Reason.DEADLINE_REQUIRED, message))
