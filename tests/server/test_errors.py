@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 
 from tests.server.scripted import Replica, Trainer, fleet, reason_of, refused, server
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.server import fields
 from weightplane.controlplane.server.errors import CODES, MAX_DETAILS, Refused, code_of, status_of
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import common_pb2 as cm
@@ -172,3 +173,12 @@ async def test_bytes_that_are_no_message_are_the_callers_mistake(method: str, ca
             error = await refused(call, "INVALID_ARGUMENT", grpc.StatusCode.INVALID_ARGUMENT)
         assert f"expected the bytes of a {method.partition('/')[2]}Request" in (error.details() or "")
         assert not [r for r in caplog.records if r.exc_info], "a traceback for a caller's mistake"
+
+
+async def test_a_name_that_would_break_a_log_line_is_refused_and_an_explanation_may_have_lines() -> None:
+    async with server() as running:
+        trainer = Trainer(running.address, name="job\n2026 INFO all is well")
+        error = await refused(trainer.init(), "INVALID_ARGUMENT", grpc.StatusCode.INVALID_ARGUMENT)
+        assert (error.details() or "").startswith("trainer_id: expected no control characters, found 'job\\n2026")
+        await trainer.channel.close()
+    assert fields.text("reason", "first\nsecond", 100, lines=True) == "first\nsecond"

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweightplane/v1/transport.proto\x12\x0eweightplane.v1\x1a\x19google/protobuf/any.proto\"\xf7\x02\n\nRendezvous\x12\x11\n\ttransport\x18\x01 \x01(\t\x12,\n\x03shm\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.ShmRendezvousH\x00\x12.\n\x04grpc\x18\x03 \x01(\x0b\x32\x1e.weightplane.v1.GrpcRendezvousH\x00\x12.\n\x04nccl\x18\x04 \x01(\x0b\x32\x1e.weightplane.v1.NcclRendezvousH\x00\x12\x35\n\x08\x63uda_ipc\x18\x05 \x01(\x0b\x32!.weightplane.v1.CudaIpcRendezvousH\x00\x12,\n\x03ucx\x18\x06 \x01(\x0b\x32\x1d.weightplane.v1.UcxRendezvousH\x00\x12\x36\n\x08\x65xternal\x18\x07 \x01(\x0b\x32\".weightplane.v1.ExternalRendezvousH\x00\x12#\n\x03\x61ny\x18\x0f \x01(\x0b\x32\x14.google.protobuf.AnyH\x00\x42\x06\n\x04\x64\x61ta\"-\n\rShmRendezvous\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\"1\n\x0eGrpcRendezvous\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61_pem\x18\x02 \x01(\x0c\"J\n\x0eNcclRendezvous\x12\x12\n\nunique_ids\x18\x01 \x03(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x05\"i\n\x11\x43udaIpcRendezvous\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\x12.\n\x07handles\x18\x03 \x03(\x0b\x32\x1d.weightplane.v1.CudaIpcHandle\"p\n\rCudaIpcHandle\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x15\n\rstorage_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\r\n\x05\x65vent\x18\x04 \x01(\x0c\x12\x19\n\x11memory_generation\x18\x05 \x01(\x03\"S\n\rUcxRendezvous\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12*\n\x07regions\x18\x02 \x03(\x0b\x32\x19.weightplane.v1.UcxRegion\"<\n\tUcxRegion\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\x05\"#\n\x12\x45xternalRendezvous\x12\r\n\x05label\x18\x01 \x01(\t\"\x96\x02\n\x0e\x43hannelBinding\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07senders\x18\x03 \x03(\t\x12\x11\n\treceivers\x18\x04 \x03(\t\x12\x0b\n\x03key\x18\x05 \x01(\x0c\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x03\x12:\n\x06offers\x18\x07 \x03(\x0b\x32*.weightplane.v1.ChannelBinding.OffersEntry\x12\x0f\n\x07ordinal\x18\x08 \x01(\x05\x1aI\n\x0bOffersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.weightplane.v1.Rendezvous:\x02\x38\x01\"k\n\x0fTransferRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.TransferOpen\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\x05\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"z\n\x0cTransferOpen\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x0e\n\x06sender\x18\x05 \x01(\t\x12\x10\n\x08receiver\x18\x06 \x01(\t\"8\n\x10TransferResponse\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\x05\x12\x14\n\x0c\x62ytes_landed\x18\x02 \x01(\x03\x32\x62\n\rTensorService\x12Q\n\x08Transfer\x12\x1f.weightplane.v1.TransferRequest\x1a .weightplane.v1.TransferResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweightplane/v1/transport.proto\x12\x0eweightplane.v1\x1a\x19google/protobuf/any.proto\"\x9b\x03\n\nRendezvous\x12\x11\n\ttransport\x18\x01 \x01(\t\x12,\n\x03shm\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.ShmRendezvousH\x00\x12.\n\x04grpc\x18\x03 \x01(\x0b\x32\x1e.weightplane.v1.GrpcRendezvousH\x00\x12.\n\x04nccl\x18\x04 \x01(\x0b\x32\x1e.weightplane.v1.NcclRendezvousH\x00\x12\x35\n\x08\x63uda_ipc\x18\x05 \x01(\x0b\x32!.weightplane.v1.CudaIpcRendezvousH\x00\x12,\n\x03ucx\x18\x06 \x01(\x0b\x32\x1d.weightplane.v1.UcxRendezvousH\x00\x12\x36\n\x08\x65xternal\x18\x07 \x01(\x0b\x32\".weightplane.v1.ExternalRendezvousH\x00\x12#\n\x03\x61ny\x18\x0f \x01(\x0b\x32\x14.google.protobuf.AnyH\x00\x12\x11\n\tsame_host\x18\x08 \x01(\x08\x12\x0f\n\x07reaches\x18\t \x03(\tB\x06\n\x04\x64\x61ta\"-\n\rShmRendezvous\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\"1\n\x0eGrpcRendezvous\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61_pem\x18\x02 \x01(\x0c\"J\n\x0eNcclRendezvous\x12\x12\n\nunique_ids\x18\x01 \x03(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x05\"i\n\x11\x43udaIpcRendezvous\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\x12.\n\x07handles\x18\x03 \x03(\x0b\x32\x1d.weightplane.v1.CudaIpcHandle\"p\n\rCudaIpcHandle\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x15\n\rstorage_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\r\n\x05\x65vent\x18\x04 \x01(\x0c\x12\x19\n\x11memory_generation\x18\x05 \x01(\x03\"S\n\rUcxRendezvous\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12*\n\x07regions\x18\x02 \x03(\x0b\x32\x19.weightplane.v1.UcxRegion\"<\n\tUcxRegion\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\x05\"#\n\x12\x45xternalRendezvous\x12\r\n\x05label\x18\x01 \x01(\t\"\x96\x02\n\x0e\x43hannelBinding\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07senders\x18\x03 \x03(\t\x12\x11\n\treceivers\x18\x04 \x03(\t\x12\x0b\n\x03key\x18\x05 \x01(\x0c\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x03\x12:\n\x06offers\x18\x07 \x03(\x0b\x32*.weightplane.v1.ChannelBinding.OffersEntry\x12\x0f\n\x07ordinal\x18\x08 \x01(\x05\x1aI\n\x0bOffersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.weightplane.v1.Rendezvous:\x02\x38\x01\"k\n\x0fTransferRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.TransferOpen\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\x05\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"z\n\x0cTransferOpen\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x0e\n\x06sender\x18\x05 \x01(\t\x12\x10\n\x08receiver\x18\x06 \x01(\t\"8\n\x10TransferResponse\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\x05\x12\x14\n\x0c\x62ytes_landed\x18\x02 \x01(\x03\x32\x62\n\rTensorService\x12Q\n\x08Transfer\x12\x1f.weightplane.v1.TransferRequest\x1a .weightplane.v1.TransferResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,33 +35,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHANNELBINDING_OFFERSENTRY']._loaded_options = None
   _globals['_CHANNELBINDING_OFFERSENTRY']._serialized_options = b'8\001'
   _globals['_RENDEZVOUS']._serialized_start=78
-  _globals['_RENDEZVOUS']._serialized_end=453
-  _globals['_SHMRENDEZVOUS']._serialized_start=455
-  _globals['_SHMRENDEZVOUS']._serialized_end=500
-  _globals['_GRPCRENDEZVOUS']._serialized_start=502
-  _globals['_GRPCRENDEZVOUS']._serialized_end=551
-  _globals['_NCCLRENDEZVOUS']._serialized_start=553
-  _globals['_NCCLRENDEZVOUS']._serialized_end=627
-  _globals['_CUDAIPCRENDEZVOUS']._serialized_start=629
-  _globals['_CUDAIPCRENDEZVOUS']._serialized_end=734
-  _globals['_CUDAIPCHANDLE']._serialized_start=736
-  _globals['_CUDAIPCHANDLE']._serialized_end=848
-  _globals['_UCXRENDEZVOUS']._serialized_start=850
-  _globals['_UCXRENDEZVOUS']._serialized_end=933
-  _globals['_UCXREGION']._serialized_start=935
-  _globals['_UCXREGION']._serialized_end=995
-  _globals['_EXTERNALRENDEZVOUS']._serialized_start=997
-  _globals['_EXTERNALRENDEZVOUS']._serialized_end=1032
-  _globals['_CHANNELBINDING']._serialized_start=1035
-  _globals['_CHANNELBINDING']._serialized_end=1313
-  _globals['_CHANNELBINDING_OFFERSENTRY']._serialized_start=1240
-  _globals['_CHANNELBINDING_OFFERSENTRY']._serialized_end=1313
-  _globals['_TRANSFERREQUEST']._serialized_start=1315
-  _globals['_TRANSFERREQUEST']._serialized_end=1422
-  _globals['_TRANSFEROPEN']._serialized_start=1424
-  _globals['_TRANSFEROPEN']._serialized_end=1546
-  _globals['_TRANSFERRESPONSE']._serialized_start=1548
-  _globals['_TRANSFERRESPONSE']._serialized_end=1604
-  _globals['_TENSORSERVICE']._serialized_start=1606
-  _globals['_TENSORSERVICE']._serialized_end=1704
+  _globals['_RENDEZVOUS']._serialized_end=489
+  _globals['_SHMRENDEZVOUS']._serialized_start=491
+  _globals['_SHMRENDEZVOUS']._serialized_end=536
+  _globals['_GRPCRENDEZVOUS']._serialized_start=538
+  _globals['_GRPCRENDEZVOUS']._serialized_end=587
+  _globals['_NCCLRENDEZVOUS']._serialized_start=589
+  _globals['_NCCLRENDEZVOUS']._serialized_end=663
+  _globals['_CUDAIPCRENDEZVOUS']._serialized_start=665
+  _globals['_CUDAIPCRENDEZVOUS']._serialized_end=770
+  _globals['_CUDAIPCHANDLE']._serialized_start=772
+  _globals['_CUDAIPCHANDLE']._serialized_end=884
+  _globals['_UCXRENDEZVOUS']._serialized_start=886
+  _globals['_UCXRENDEZVOUS']._serialized_end=969
+  _globals['_UCXREGION']._serialized_start=971
+  _globals['_UCXREGION']._serialized_end=1031
+  _globals['_EXTERNALRENDEZVOUS']._serialized_start=1033
+  _globals['_EXTERNALRENDEZVOUS']._serialized_end=1068
+  _globals['_CHANNELBINDING']._serialized_start=1071
+  _globals['_CHANNELBINDING']._serialized_end=1349
+  _globals['_CHANNELBINDING_OFFERSENTRY']._serialized_start=1276
+  _globals['_CHANNELBINDING_OFFERSENTRY']._serialized_end=1349
+  _globals['_TRANSFERREQUEST']._serialized_start=1351
+  _globals['_TRANSFERREQUEST']._serialized_end=1458
+  _globals['_TRANSFEROPEN']._serialized_start=1460
+  _globals['_TRANSFEROPEN']._serialized_end=1582
+  _globals['_TRANSFERRESPONSE']._serialized_start=1584
+  _globals['_TRANSFERRESPONSE']._serialized_end=1640
+  _globals['_TENSORSERVICE']._serialized_start=1642
+  _globals['_TENSORSERVICE']._serialized_end=1740
 # @@protoc_insertion_point(module_scope)

@@ -33,8 +33,12 @@ class Rendezvous(_message.Message):
     UCX_FIELD_NUMBER: _builtins.int
     EXTERNAL_FIELD_NUMBER: _builtins.int
     ANY_FIELD_NUMBER: _builtins.int
+    SAME_HOST_FIELD_NUMBER: _builtins.int
+    REACHES_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """Transport it is for: "shm", "grpc", "nccl", "cuda_ipc", "ucx", "external" or a third party's name."""
+    same_host: _builtins.bool
+    """Whether only members of this member's own host can use it (its address is a loopback one, say)."""
     @_builtins.property
     def shm(self) -> Global___ShmRendezvous:
         """For `shm`."""
@@ -63,6 +67,10 @@ class Rendezvous(_message.Message):
     def any(self) -> _any_pb2.Any:
         """For third parties."""
 
+    @_builtins.property
+    def reaches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs whose memory the member can address: those of the other side must be among them. Empty = any."""
+
     def __init__(
         self,
         *,
@@ -74,10 +82,12 @@ class Rendezvous(_message.Message):
         ucx: Global___UcxRendezvous | None = ...,
         external: Global___ExternalRendezvous | None = ...,
         any: _any_pb2.Any | None = ...,
+        same_host: _builtins.bool = ...,
+        reaches: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["any", b"any", "cuda_ipc", b"cuda_ipc", "data", b"data", "external", b"external", "grpc", b"grpc", "nccl", b"nccl", "shm", b"shm", "ucx", b"ucx"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any", b"any", "cuda_ipc", b"cuda_ipc", "data", b"data", "external", b"external", "grpc", b"grpc", "nccl", b"nccl", "shm", b"shm", "transport", b"transport", "ucx", b"ucx"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any", b"any", "cuda_ipc", b"cuda_ipc", "data", b"data", "external", b"external", "grpc", b"grpc", "nccl", b"nccl", "reaches", b"reaches", "same_host", b"same_host", "shm", b"shm", "transport", b"transport", "ucx", b"ucx"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_data: _TypeAlias = _typing.Literal["shm", "grpc", "nccl", "cuda_ipc", "ucx", "external", "any"]  # noqa: Y015
     _WhichOneofArgType_data: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015

@@ -291,10 +291,14 @@ class GrpcSendChannel(SendChannel):
             credentials = self._credentials or grpc.ssl_channel_credentials(offer.ca_pem)
             return grpc.secure_channel(offer.address, credentials, options=options)
         host = offer.address.rsplit(":", 1)[0].strip("[]")
-        if not (host.startswith("127.") or host in ("::1", "localhost")) and not _insecure_allowed():
+        if not _is_loopback(host) and not _insecure_allowed():
             text = f"{receiver!r} at {offer.address} offers plaintext off loopback: give its data port a certificate"
             raise TransportError(text, peers=(receiver,))
         return grpc.insecure_channel(offer.address, options=options)
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host.strip("[]") in ("::1", "localhost")
 
 
 def _insecure_allowed() -> bool:
@@ -322,7 +326,8 @@ class GrpcTransport(Transport):
     def offer(self, member: str) -> Rendezvous:
         """A receiver's data port (opened now); nothing for a sender."""
         address = "" if member.startswith("rank/") else self._data_port().address
-        return Rendezvous(transport=self.name, grpc=GrpcRendezvous(address=address))
+        local = bool(address) and _is_loopback(address.rpartition(":")[0])
+        return Rendezvous(transport=self.name, grpc=GrpcRendezvous(address=address), same_host=local)
 
     def open_sender(self, spec: ChannelSpec, member: str) -> GrpcSendChannel:
         """See ``Transport``."""
@@ -366,8 +371,7 @@ class GrpcTransport(Transport):
             return (
                 f"the data port listens on the wildcard {bind!r}: say what senders dial with WEIGHTPLANE_DATA_ADVERTISE"
             )
-        local = host.startswith("127.") or host in ("[::1]", "localhost")
-        if not local and not _insecure_allowed():
+        if not _is_loopback(host) and not _insecure_allowed():
             return f"a plaintext data port on {bind!r}: keep it on loopback, or set WEIGHTPLANE_INSECURE=1"
         return ""
 

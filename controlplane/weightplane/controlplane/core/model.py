@@ -193,10 +193,16 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a member offers for one transport: ``data`` is opaque here (a serialised ``Rendezvous``)."""
+    """What a member offers for one transport: ``data`` is opaque here (a serialised ``Rendezvous``).
+
+    ``same_host``: only members of its own host can use it. ``reaches``: the GPUs that the member can address, by UUID;
+    empty: any.
+    """
 
     transport: str
     data: bytes = b""
+    same_host: bool = False
+    reaches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 from .model import Channel, Offer, Rank, Replica, Worker
 
-__all__ = ["PREFERENCE", "bind", "choose"]
+__all__ = ["PREFERENCE", "PREFERENCE_ON_CPU", "bind", "choose"]
 
 #: Best first. A third party's transport comes after ours unless it is forced; ``external`` only when it is forced.
 PREFERENCE = ("cuda_ipc", "nccl", "ucx", "shm", "grpc")
+#: The same where no member uses a GPU: one send of ``shm`` serves every receiver, and it needs no library.
+PREFERENCE_ON_CPU = ("shm", "ucx", "grpc", "cuda_ipc", "nccl")
 _SAME_HOST = frozenset({"cuda_ipc", "shm"})
 _DISTINCT_DEVICES = frozenset({"nccl"})
 
@@ -20,23 +22,37 @@ Choice = tuple[str, str, str, tuple[tuple[str, str], ...], str]
 
 def _refusal(name: str, ranks: Sequence[Rank], workers: Sequence[Worker]) -> str:
     """Why ``name`` cannot join these ranks and workers; empty if it can."""
-    for rank in ranks:
-        if name not in {o.transport for o in rank.offers}:
-            why = dict(rank.refusals).get(name, "not offered")
-            return f"rank/{rank.rank}: {why}"
-    for worker in workers:
-        if name not in {o.transport for o in worker.offers}:
-            why = dict(worker.refusals).get(name, "not offered")
-            return f"worker {worker.index}: {why}"
-    if name in _SAME_HOST:
-        hosts = {r.host_id for r in ranks} | {w.host_id for w in workers}
+    members: list[tuple[str, Rank | Worker]] = [
+        *((f"rank/{r.rank}", r) for r in ranks),
+        *((f"worker {w.index}", w) for w in workers),
+    ]
+    offers: dict[str, Offer] = {}
+    for said, member in members:
+        offer = next((o for o in member.offers if o.transport == name), None)
+        if offer is None:
+            return f"{said}: {dict(member.refusals).get(name, 'not offered')}"
+        offers[said] = offer
+    if name in _SAME_HOST or any(o.same_host for o in offers.values()):
+        hosts = {m.host_id for _, m in members}
         if len(hosts) > 1 or "" in hosts:
             return f"needs one host, and the members are on {sorted(hosts)}"
+    return _devices(name, members, offers)
+
+
+def _devices(name: str, members: Sequence[tuple[str, Rank | Worker]], offers: Mapping[str, Offer]) -> str:
+    """What stands against ``name`` in the members' GPUs; empty if nothing does."""
     if name in _DISTINCT_DEVICES:
-        uuids = [r.device_uuid for r in ranks] + [w.device_uuid for w in workers]
+        uuids = [m.device_uuid for _, m in members]
         twice = sorted({u for u in uuids if u and uuids.count(u) > 1})
         if twice:
             return f"GPU {twice[0]} would be used by two members: use cuda_ipc"
+    for said, member in members:
+        reaches = offers[said].reaches
+        for other, them in members:
+            across = isinstance(member, Rank) is not isinstance(them, Rank)
+            if reaches and across and them.device_uuid not in (*reaches, member.device_uuid):
+                device = f"GPU {them.device_uuid}" if them.device_uuid else "host memory"
+                return f"{said} (GPU {member.device_uuid}) cannot address the memory of {other} ({device})"
     return ""
 
 
@@ -44,7 +60,8 @@ def choose(ranks: Sequence[Rank], replica: Replica, forced: str = "") -> tuple[s
     """The transport for one replica: (name or "", reason, refusals of the others)."""
     offered = {o.transport for r in ranks for o in r.offers} | {o.transport for w in replica.workers for o in w.offers}
     others = sorted(offered - set(PREFERENCE) - {"external"})
-    names = (forced,) if forced else (*PREFERENCE, *others)
+    on_gpu = any(r.device_uuid for r in ranks) or any(w.device_uuid for w in replica.workers)
+    names = (forced,) if forced else (*(PREFERENCE if on_gpu else PREFERENCE_ON_CPU), *others)
     refusals: list[tuple[str, str]] = []
     for name in names:
         why = _refusal(name, ranks, replica.workers)

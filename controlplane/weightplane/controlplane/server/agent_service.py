@@ -272,7 +272,7 @@ async def _reports(group: Group, hello: agent_pb2.Hello, session: Session, conte
         elif kind == "heartbeat":
             newest = _beat(group, hello, message.heartbeat, newest)
         elif kind == "goodbye":
-            reason = fields.text("goodbye.reason", message.goodbye.reason, 1024, empty=True)
+            reason = fields.text("goodbye.reason", message.goodbye.reason, 1024, empty=True, lines=True)
             log.info("%s says goodbye: %s", hello.agent_id, reason or "no reason", extra={"group": group.name})
             group.submit(Leave(hello.agent_id, hello.incarnation))
         else:

@@ -73,7 +73,9 @@ def replica_hello(hello: agent_pb2.Hello, session: int) -> events.ReplicaHello:
         labels=fields.labels("hello.replica.labels", said.labels),
         workers=tuple(_worker(w) for w in said.workers),
         modes=modes,
-        staging_refusal=fields.text("hello.replica.staging_refusal", said.staging_refusal, 1024, empty=True),
+        staging_refusal=fields.text(
+            "hello.replica.staging_refusal", said.staging_refusal, 1024, empty=True, lines=True
+        ),
         pause_modes=pauses,
         cache_policies=caches,
         engine=fields.text("hello.replica.engine", said.engine, 256, empty=True),
@@ -113,13 +115,17 @@ def _offers(field: str, offers: Iterable[transport_pb2.Rendezvous]) -> tuple[Off
         data = o.SerializeToString(deterministic=True)
         if len(data) > _MAX_OFFER:
             invalid(f"{field}[{o.transport!r}]", f"at most {_MAX_OFFER} bytes", len(data))
-        out[o.transport] = Offer(o.transport, data)
+        reaches = tuple(fields.text(f"{field}[{o.transport!r}].reaches", uuid, 64) for uuid in o.reaches)
+        out[o.transport] = Offer(o.transport, data, o.same_host, reaches)
     return tuple(out.values())
 
 
 def _refusals(field: str, refusals: Iterable[agent_pb2.TransportRefusal]) -> tuple[tuple[str, str], ...]:
     return tuple(
-        (fields.text(f"{field}.transport", r.transport, 64), fields.text(f"{field}.reason", r.reason, 1024, empty=True))
+        (
+            fields.text(f"{field}.transport", r.transport, 64),
+            fields.text(f"{field}.reason", r.reason, 1024, empty=True, lines=True),
+        )
         for r in refusals
     )
 

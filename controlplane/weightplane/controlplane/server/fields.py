@@ -12,6 +12,7 @@ from .errors import Refused, shorten
 
 __all__ = ["between", "invalid", "label", "labels", "name", "not_built", "refuse", "request_id", "text"]
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
@@ -38,13 +39,15 @@ def name(field: str, value: str) -> str:
     return value
 
 
-def text(field: str, value: str, most: int, empty: bool = False) -> str:
-    """Free text of bounded size."""
+def text(field: str, value: str, most: int, empty: bool = False, lines: bool = False) -> str:
+    """Free text of bounded size; of one line, without control characters, unless it is an explanation (``lines``)."""
     if not value and not empty:
         invalid(field, "some text", "nothing")
     size = len(value.encode())
     if size > most:
         invalid(field, f"at most {most} bytes", f"{size} bytes")
+    if not lines and _CONTROL.search(value):
+        invalid(field, "no control characters", value)
     return value
 
 

@@ -183,7 +183,7 @@ class TransferService(wt_grpc.WeightTransferServiceServicer):
         if not request.generation and request.rank > 0:
             invalid("rank", "0 or -1 from an operator (generation 0)", request.rank)
         between("rank", request.rank, -1, 65535)
-        message = fields.text("reason", request.reason, 2048, empty=True)
+        message = fields.text("reason", request.reason, 2048, empty=True, lines=True)
         deadline = _deadline(group, context)
         reply = await group.call(
             lambda call: AbortUpdate(call, deadline, request.generation, request.update_id, message, request.rank)
