@@ -82,7 +82,7 @@ def _replica_table(replicas: list[fleet_pb2.ReplicaInfo]) -> None:
             r.replica_id,
             _weights(r.weights),
             str(r.held.version),
-            _short(fleet_pb2.Liveness.Name(r.liveness), "LIVENESS"),
+            _liveness(r),
             _short(fleet_pb2.AdminState.Name(r.admin), "ADMIN_STATE"),
             "yes" if r.routable else f"no: {r.reason}",
             ", ".join(r.pause_holders) or "-",
@@ -90,6 +90,13 @@ def _replica_table(replicas: list[fleet_pb2.ReplicaInfo]) -> None:
         for r in replicas
     ]
     table("replicas", ["replica", "weights", "version", "liveness", "admin", "routable", "paused by"], rows)
+
+
+def _liveness(r: fleet_pb2.ReplicaInfo) -> str:
+    """One that said goodbye is not lost: it left."""
+    if r.admin == fleet_pb2.ADMIN_STATE_LEAVING and r.liveness != fleet_pb2.LIVENESS_LIVE:
+        return "left"
+    return _short(fleet_pb2.Liveness.Name(r.liveness), "LIVENESS")
 
 
 def updates(
@@ -105,15 +112,21 @@ def updates(
         emit_json(got)
         return
     rows = []
+    told: list[str] = []
     for u in got.updates:
         t = u.timings
-        bad = [o.replica_id for o in u.outcomes if o.failure.reason]
-        why = f"{_reason(u.failure.reason)}: {u.failure.message}" if u.failure.reason else ", ".join(bad)
+        bad = [o for o in u.outcomes if o.failure.reason]
+        if u.failure.reason:
+            told.append(f"v{u.version}: {_reason(u.failure.reason)}: {u.failure.message}")
+        told += [f"v{u.version}: {o.replica_id}: {_reason(o.failure.reason)}: {o.failure.message}" for o in bad]
+        why = _reason(u.failure.reason) if u.failure.reason else ", ".join(o.replica_id for o in bad)
         wire, pause, apply = seconds(t.wire_s), seconds(t.pause_s), seconds(t.apply_s)
         rows.append(
             [str(u.version), str(u.trainer_step), _phase(u.phase), wire, pause, apply, seconds(t.total_s), why or "-"]
         )
-    table("updates", ["version", "step", "phase", "wire", "pause", "apply", "total", "failures"], rows)
+    table("updates", ["version", "step", "phase", "wire", "pause", "apply", "total", "failed by"], rows)
+    for line in told:
+        console.print(line, markup=False)
 
 
 def _reason(reason: int) -> str:

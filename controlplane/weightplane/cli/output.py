@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -14,8 +15,14 @@ from rich.table import Table
 
 __all__ = ["console", "emit_json", "err", "human_bytes", "message_dict", "seconds", "table"]
 
-console = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+def _width(stream: TextIO) -> int | None:
+    """Rich takes whatever is no terminal for 80 columns wide and breaks lines there: a log or a pipe has room."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else 160
+
+
+console = Console(highlight=False, width=_width(sys.stdout))
+err = Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
 
 def message_dict(message: Message) -> dict[str, Any]:

@@ -44,6 +44,8 @@ def publish(
         with Publisher(
             how, group, source, trainer_id="weightplane publish", transport=transport, takeover=takeover, **options
         ) as publisher:
+            if not as_json:
+                err.print(f"waiting up to {wait:g} s for {replicas} replica(s) of group {group}", markup=False)
             publisher.wait_for_replicas(replicas, timeout=wait)
             receipt = _watched(publisher, step, address, group, as_json)
     except KeyboardInterrupt:

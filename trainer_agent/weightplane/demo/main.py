@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def run_demo(
     config = DemoConfig(seed=seed)
     if steps:
         config = replace(config, steps=steps)
-    console = Console(highlight=False, quiet=quiet)
+    console = Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else 120)
     began = time.monotonic()
     threads = torch.get_num_threads()
     try:
