@@ -189,25 +189,25 @@ class CudaIpcRendezvous(_message.Message):
 
     HOST_ID_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
-    HANDLES_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     """Identifies the host."""
     device_uuid: _builtins.str
     """UUID of the GPU that the member uses."""
     @_builtins.property
-    def handles(self) -> _containers.RepeatedCompositeFieldContainer[Global___CudaIpcHandle]:
-        """Storages exported, one handle each."""
+    def endpoint(self) -> Global___PullEndpoint:
+        """Where the member listens when it sends."""
 
     def __init__(
         self,
         *,
         host_id: _builtins.str = ...,
         device_uuid: _builtins.str = ...,
-        handles: _abc.Iterable[Global___CudaIpcHandle] | None = ...,
+        endpoint: Global___PullEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handles", b"handles", "host_id", b"host_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "endpoint", b"endpoint", "host_id", b"host_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,6 +224,7 @@ class CudaIpcHandle(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     EVENT_FIELD_NUMBER: _builtins.int
     MEMORY_GENERATION_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
     """cudaIpcMemHandle_t, 64 bytes."""
     storage_bytes: _builtins.int
@@ -234,6 +235,8 @@ class CudaIpcHandle(_message.Message):
     """cudaIpcEventHandle_t of the producing stream, 64 bytes; empty = already complete."""
     memory_generation: _builtins.int
     """Rises whenever the memory behind the handle is freed or taken again."""
+    device_uuid: _builtins.str
+    """UUID of the GPU that holds the memory."""
     def __init__(
         self,
         *,
@@ -242,10 +245,11 @@ class CudaIpcHandle(_message.Message):
         offset: _builtins.int = ...,
         event: _builtins.bytes = ...,
         memory_generation: _builtins.int = ...,
+        device_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "handle", b"handle", "memory_generation", b"memory_generation", "offset", b"offset", "storage_bytes", b"storage_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "event", b"event", "handle", b"handle", "memory_generation", b"memory_generation", "offset", b"offset", "storage_bytes", b"storage_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,23 +261,19 @@ class UcxRendezvous(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    AGENT_METADATA_FIELD_NUMBER: _builtins.int
-    REGIONS_FIELD_NUMBER: _builtins.int
-    agent_metadata: _builtins.bytes
-    """The NIXL agent's metadata."""
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___UcxRegion]:
-        """Registered regions that receivers may read."""
+    def endpoint(self) -> Global___PullEndpoint:
+        """Where the member listens when it sends."""
 
     def __init__(
         self,
         *,
-        agent_metadata: _builtins.bytes = ...,
-        regions: _abc.Iterable[Global___UcxRegion] | None = ...,
+        endpoint: Global___PullEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,26 +288,591 @@ class UcxRegion(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
     address: _builtins.int
     """Address in the owner's process."""
     nbytes: _builtins.int
     """Bytes."""
     device: _builtins.int
-    """Device index; -1 = host memory."""
+    """Device index in the owner's process; -1 = host memory."""
+    metadata: _builtins.bytes
+    """NIXL's metadata of the owner that holds this region's keys (a partial agent metadata); several regions may share one,
+    which then comes with the first of them.
+    """
     def __init__(
         self,
         *,
         address: _builtins.int = ...,
         nbytes: _builtins.int = ...,
         device: _builtins.int = ...,
+        metadata: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "nbytes", b"nbytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "metadata", b"metadata", "nbytes", b"nbytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UcxRegion: _TypeAlias = UcxRegion  # noqa: Y015
+
+@_typing.final
+class PullEndpoint(_message.Message):
+    """Where a sender of a transport that pulls (`cuda_ipc`, `ucx`) takes control connections."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """Identifies the host, its shared-memory mount and the user; the socket is reachable where all three are equal."""
+    socket: _builtins.str
+    """File name of the unix socket in the shared-memory directory."""
+    address: _builtins.str
+    """host:port for other hosts; empty = only this host is served. Never a wildcard address."""
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        socket: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host_id", b"host_id", "socket", b"socket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullEndpoint: _TypeAlias = PullEndpoint  # noqa: Y015
+
+@_typing.final
+class PullMessage(_message.Message):
+    """What passes on a control connection of a transport that pulls. The receiver dials the sender's endpoint; each message is
+    preceded by its length (4 bytes, little-endian, at most 4 MiB; 4 KiB until both sides are proven).
+
+        receiver                          sender
+        hello                ->
+                             <-           challenge | refused
+        proof                ->
+                             <-           welcome | refused
+        armed(number)        ->                                    once for each update
+                             <-           table                    when it holds anything new
+                             <-           ready(bucket, number)    for each bucket that names the receiver
+        done(bucket, number) ->                                    once the bytes are in place
+
+    The end of the connection is the end of the peer: what it has not answered is lost. `bye` says why, when there is time.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    WELCOME_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    ARMED_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    BYE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___PullHello:
+        """Opens the connection."""
+
+    @_builtins.property
+    def challenge(self) -> Global___PullChallenge:
+        """Answers it."""
+
+    @_builtins.property
+    def proof(self) -> Global___PullProof:
+        """Shows the receiver's knowledge of the key."""
+
+    @_builtins.property
+    def welcome(self) -> Global___PullWelcome:
+        """The connection serves its channel from here on."""
+
+    @_builtins.property
+    def refused(self) -> Global___PullRefused:
+        """It does not."""
+
+    @_builtins.property
+    def armed(self) -> Global___PullArmed:
+        """The receiver is ready for an update."""
+
+    @_builtins.property
+    def table(self) -> Global___PullTable:
+        """Memory that the receiver may read."""
+
+    @_builtins.property
+    def ready(self) -> Global___PullReady:
+        """A bucket's bytes may be read."""
+
+    @_builtins.property
+    def done(self) -> Global___PullDone:
+        """They were."""
+
+    @_builtins.property
+    def bye(self) -> Global___PullBye:
+        """The side leaves."""
+
+    def __init__(
+        self,
+        *,
+        hello: Global___PullHello | None = ...,
+        challenge: Global___PullChallenge | None = ...,
+        proof: Global___PullProof | None = ...,
+        welcome: Global___PullWelcome | None = ...,
+        refused: Global___PullRefused | None = ...,
+        armed: Global___PullArmed | None = ...,
+        table: Global___PullTable | None = ...,
+        ready: Global___PullReady | None = ...,
+        done: Global___PullDone | None = ...,
+        bye: Global___PullBye | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "bye", b"bye", "challenge", b"challenge", "done", b"done", "hello", b"hello", "message", b"message", "proof", b"proof", "ready", b"ready", "refused", b"refused", "table", b"table", "welcome", b"welcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "bye", b"bye", "challenge", b"challenge", "done", b"done", "hello", b"hello", "message", b"message", "proof", b"proof", "ready", b"ready", "refused", b"refused", "table", b"table", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "challenge", "proof", "welcome", "refused", "armed", "table", "ready", "done", "bye"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___PullMessage: _TypeAlias = PullMessage  # noqa: Y015
+
+@_typing.final
+class PullHello(_message.Message):
+    """Names the channel and its two ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    CHANNEL_ID_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """1."""
+    channel_id: _builtins.str
+    """The channel."""
+    sender: _builtins.str
+    """Sending member that is dialled."""
+    receiver: _builtins.str
+    """Receiving member that dials."""
+    nonce: _builtins.bytes
+    """32 random bytes."""
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        channel_id: _builtins.str = ...,
+        sender: _builtins.str = ...,
+        receiver: _builtins.str = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_id", b"channel_id", "nonce", b"nonce", "protocol", b"protocol", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullHello: _TypeAlias = PullHello  # noqa: Y015
+
+@_typing.final
+class PullChallenge(_message.Message):
+    """The sender's own nonce, and its proof. A proof is HMAC-SHA256 under the channel's key of these strings, each preceded by
+    its length (8 bytes, little-endian): "weightplane-pull-1", the side that proves ("sender" or "receiver"), channel_id,
+    sender, receiver, the receiver's nonce, the sender's nonce.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """32 random bytes."""
+    proof: _builtins.bytes
+    """Proof of "sender"."""
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullChallenge: _TypeAlias = PullChallenge  # noqa: Y015
+
+@_typing.final
+class PullProof(_message.Message):
+    """The receiver's proof."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: _builtins.int
+    proof: _builtins.bytes
+    """Proof of "receiver"."""
+    def __init__(
+        self,
+        *,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullProof: _TypeAlias = PullProof  # noqa: Y015
+
+@_typing.final
+class PullWelcome(_message.Message):
+    """What the receiver needs before it maps anything."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UCX_FIELD_NUMBER: _builtins.int
+    CUDA_IPC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ucx(self) -> Global___UcxSender:
+        """For `ucx`."""
+
+    @_builtins.property
+    def cuda_ipc(self) -> Global___CudaIpcSender:
+        """For `cuda_ipc`."""
+
+    def __init__(
+        self,
+        *,
+        ucx: Global___UcxSender | None = ...,
+        cuda_ipc: Global___CudaIpcSender | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "sender", b"sender", "ucx", b"ucx"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "sender", b"sender", "ucx", b"ucx"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_sender: _TypeAlias = _typing.Literal["ucx", "cuda_ipc"]  # noqa: Y015
+    _WhichOneofArgType_sender: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_sender) -> _WhichOneofReturnType_sender | None: ...
+
+Global___PullWelcome: _TypeAlias = PullWelcome  # noqa: Y015
+
+@_typing.final
+class UcxSender(_message.Message):
+    """A sender's NIXL agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
+    agent_metadata: _builtins.bytes
+    """Its metadata with how to connect to it (an agent metadata without regions)."""
+    @_builtins.property
+    def probe(self) -> Global___UcxRegion:
+        """A region of at least one byte to try the path with."""
+
+    def __init__(
+        self,
+        *,
+        agent_metadata: _builtins.bytes = ...,
+        probe: Global___UcxRegion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "probe", b"probe"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UcxSender: _TypeAlias = UcxSender  # noqa: Y015
+
+@_typing.final
+class CudaIpcSender(_message.Message):
+    """A sender's GPU."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    device_uuid: _builtins.str
+    """UUID of the GPU that the sender uses."""
+    event: _builtins.bytes
+    """cudaIpcEventHandle_t, 64 bytes, recorded on the producing stream before each `ready`; empty = `ready` comes when the
+    bytes are complete.
+    """
+    def __init__(
+        self,
+        *,
+        device_uuid: _builtins.str = ...,
+        event: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "event", b"event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaIpcSender: _TypeAlias = CudaIpcSender  # noqa: Y015
+
+@_typing.final
+class PullRefused(_message.Message):
+    """The connection is refused and ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETRY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    retry: _builtins.bool
+    """Whether trying again may help: the sender has not opened the channel yet."""
+    reason: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        retry: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "retry", b"retry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRefused: _TypeAlias = PullRefused  # noqa: Y015
+
+@_typing.final
+class PullArmed(_message.Message):
+    """Fences: whatever came before on this connection no longer counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SERVE_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.str
+    """The update."""
+    epoch: _builtins.int
+    """The coordinator's epoch."""
+    generation: _builtins.int
+    """The trainer's generation."""
+    number: _builtins.int
+    """Rises with each `armed` on this connection, from 1."""
+    serve: _builtins.bool
+    """The sender's processor takes part in the reads (software emulation, as over TCP): it must serve them until `done`."""
+    def __init__(
+        self,
+        *,
+        update_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        number: _builtins.int = ...,
+        serve: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "number", b"number", "serve", b"serve", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullArmed: _TypeAlias = PullArmed  # noqa: Y015
+
+@_typing.final
+class PullTable(_message.Message):
+    """Changes of what may be read; holds until changed again or the connection ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGIONS_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullRegion]:
+        """New regions."""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Regions that must not be read any more; their ids never come again."""
+
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullBucket]:
+        """New or changed buckets."""
+
+    def __init__(
+        self,
+        *,
+        regions: _abc.Iterable[Global___PullRegion] | None = ...,
+        gone: _abc.Iterable[_builtins.int] | None = ...,
+        buckets: _abc.Iterable[Global___PullBucket] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "gone", b"gone", "regions", b"regions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullTable: _TypeAlias = PullTable  # noqa: Y015
+
+@_typing.final
+class PullRegion(_message.Message):
+    """A stretch of the sender's memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    UCX_FIELD_NUMBER: _builtins.int
+    CUDA_IPC_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Its id on this channel."""
+    @_builtins.property
+    def ucx(self) -> Global___UcxRegion:
+        """For `ucx`."""
+
+    @_builtins.property
+    def cuda_ipc(self) -> Global___CudaIpcHandle:
+        """For `cuda_ipc`."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        ucx: Global___UcxRegion | None = ...,
+        cuda_ipc: Global___CudaIpcHandle | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "location", b"location", "ucx", b"ucx"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "id", b"id", "location", b"location", "ucx", b"ucx"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_location: _TypeAlias = _typing.Literal["ucx", "cuda_ipc"]  # noqa: Y015
+    _WhichOneofArgType_location: _TypeAlias = _typing.Literal["location", b"location"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
+
+Global___PullRegion: _TypeAlias = PullRegion  # noqa: Y015
+
+@_typing.final
+class PullBucket(_message.Message):
+    """Where a bucket's bytes lie: chunk after chunk, in the bucket's order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.int
+    """Index in the plan."""
+    version: _builtins.int
+    """Rises whenever the chunks change."""
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Region of each chunk."""
+
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each begins in its region, bytes."""
+
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its bytes, at least 1 each."""
+
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.int = ...,
+        version: _builtins.int = ...,
+        regions: _abc.Iterable[_builtins.int] | None = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "offsets", b"offsets", "regions", b"regions", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullBucket: _TypeAlias = PullBucket  # noqa: Y015
+
+@_typing.final
+class PullReady(_message.Message):
+    """A bucket's bytes are complete in the sender's memory (for `cuda_ipc`: once its event has passed) and stay until `done`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    ARMED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.int
+    """Index in the plan."""
+    armed: _builtins.int
+    """Number of the `armed` that it answers; any other is ignored."""
+    version: _builtins.int
+    """Version of the bucket's chunks."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.int = ...,
+        armed: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "bucket", b"bucket", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullReady: _TypeAlias = PullReady  # noqa: Y015
+
+@_typing.final
+class PullDone(_message.Message):
+    """A bucket's bytes are in place at the receiver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    ARMED_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.int
+    """Index in the plan."""
+    armed: _builtins.int
+    """Number of the `armed` that it belongs to."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.int = ...,
+        armed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "bucket", b"bucket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullDone: _TypeAlias = PullDone  # noqa: Y015
+
+@_typing.final
+class PullBye(_message.Message):
+    """The side is about to close the connection."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why: "closed", "aborted: …" or "dropped"."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullBye: _TypeAlias = PullBye  # noqa: Y015
 
 @_typing.final
 class ExternalRendezvous(_message.Message):
