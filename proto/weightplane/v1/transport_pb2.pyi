@@ -754,7 +754,9 @@ Global___PullRegion: _TypeAlias = PullRegion  # noqa: Y015
 
 @_typing.final
 class PullBucket(_message.Message):
-    """Where a bucket's bytes lie: chunk after chunk, in the bucket's order."""
+    """Where a bucket's bytes lie: chunk after chunk, in the bucket's order. A long list comes in several messages of one
+    version, one after another.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
