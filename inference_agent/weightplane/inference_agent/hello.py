@@ -9,11 +9,12 @@ from weightplane.controlplane.host import host_id
 from weightplane.transports import registry
 from weightplane.transports.base import Transport, TransportError
 from weightplane.v1 import agent_pb2
+from weightplane.v1.transport_pb2 import Rendezvous
 
 from . import codec
-from .engines.base import Engine, WorkerDevice
+from .engines.base import Engine
 
-__all__ = ["enabled_transports", "hello_message"]
+__all__ = ["enabled_transports", "hello_message", "worker_offers"]
 
 _MAX_REASON = 900
 
@@ -75,7 +76,12 @@ def hello_message(
         serving_address=serving_address,
     )
     for index, device in enumerate(engine.workers):
-        replica.workers.append(_worker(f"{replica_id}/{index}", index, device, transports, refused))
+        member = f"{replica_id}/{index}"
+        elsewhere = engine.offers(index, member, tuple(transports))
+        offers, why = worker_offers(member, device.kind, transports) if elsewhere is None else elsewhere
+        info = replica.workers.add(index=index, device_uuid=device.uuid, host_id=host_id(), offers=offers)
+        for name, reason in sorted({**refused, **why}.items()):
+            info.refusals.add(transport=name, reason=reason[:_MAX_REASON])
     return agent_pb2.Hello(
         group=group,
         agent_id=replica_id,
@@ -86,19 +92,18 @@ def hello_message(
     )
 
 
-def _worker(
-    member: str, index: int, device: WorkerDevice, transports: Mapping[str, Transport], refused: Mapping[str, str]
-) -> agent_pb2.WorkerInfo:
-    info = agent_pb2.WorkerInfo(index=index, device_uuid=device.uuid, host_id=host_id())
-    why = dict(refused)
+def worker_offers(
+    member: str, device_kind: str, transports: Mapping[str, Transport]
+) -> tuple[list[Rendezvous], dict[str, str]]:
+    """What a worker that lives in this process offers, and why not of every transport."""
+    offers: list[Rendezvous] = []
+    why: dict[str, str] = {}
     for name, transport in transports.items():
-        if device.kind not in transport.capabilities.device_kinds:
-            why[name] = f"does not reach {device.kind} memory"
+        if device_kind not in transport.capabilities.device_kinds:
+            why[name] = f"does not reach {device_kind} memory"
             continue
         try:
-            info.offers.append(transport.offer(member))
+            offers.append(transport.offer(member))
         except Exception as e:
             why[name] = f"its offer failed: {type(e).__name__}: {e}"
-    for name, reason in sorted(why.items()):
-        info.refusals.add(transport=name, reason=reason[:_MAX_REASON])
-    return info
+    return offers, why

@@ -21,13 +21,13 @@ from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.transports.base import PeerLost, Transport
 
 from .caches import Newest
-from .engines.base import Description, Engine, EngineUpdate
+from .engines.base import Description, Engine, EngineUpdate, Reception
 from .faults import Refusal, failure_of
 from .pauses import Pauses
 from .receipts import Ledger, Sink, WorkerPlan, receipt_pages
 from .rpc import Abandoned, AgentCalls
 from .threads import WorkThread, detached
-from .transfer import Channels, Transfer, Worker
+from .transfer import Channels, LocalWorker, Transfer, Worker
 
 __all__ = ["Operations"]
 
@@ -262,15 +262,23 @@ class Operations:
         if manifest is None or channel is None or not t.want.plan_id:
             raise Refusal(Failure(Reason.INTERNAL, "a call to arm came without channel or plan", self._replica_id))
         plan = self._plan(t, manifest)
+        as_they_come = not t.in_place or self._engine.evidence < Evidence.LIVE  # who cannot read back hashes at once
         for w, member in enumerate(self.members):
             key = (plan.id, member, t.want.mode, t.layout)
+            reception = Reception(
+                t.update_id, self._group, member, self._data[w], channel, plan, manifest, t.want.verify, as_they_come
+            )
+            elsewhere = self._engine.open_worker(w, reception)
+            if elsewhere is not None:
+                t.add(elsewhere)
+                continue
             if key not in self._shares:
                 fresh = WorkerPlan(plan, manifest, member)
                 self._shares.keep(key, (fresh, Sink(fresh, self._engine.targets(w))))
             share, sink = self._shares[key]
             opened = self._data[w].submit(lambda m=member: self._channels.get(channel, m)).result()  # type: ignore[misc]
-            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come=not t.in_place)
-            t.add(Worker(member, self._data[w], opened, sink, ledger, opened.bytes_landed))
+            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come)
+            t.add(LocalWorker(member, self._data[w], opened, share, opened.bytes_landed, sink, ledger))
 
     def _arm(self, t: Transfer, seq: int) -> None:
         if not t.workers:
@@ -296,7 +304,8 @@ class Operations:
             evidence = self._engine.evidence
         t.verify_s = time.monotonic() - start
         for w in t.workers:
-            pages = receipt_pages(w.ledger, t.update_id, evidence, w.landed, w.ledger.packed())
+            elements = w.elements() if evidence >= Evidence.CONSUMED else 0
+            pages = receipt_pages(w.share, t.update_id, evidence, w.landed, elements, w.packed())
             self._calls.put_receipt(self._incarnation, self._epoch, pages, t.deadline, t.cancelled.is_set)
         failpoints.hit("replica.prepare.after")
         self._step()
@@ -304,8 +313,8 @@ class Operations:
 
     def _complete(self, w: Worker) -> None:
         """Refuse to vote short of the plan, or when the transport moved other than it said."""
-        names = w.ledger.missing()
-        planned = sum(b.nbytes for b in w.ledger.share.buckets)
+        names = w.missing()
+        planned = sum(b.nbytes for b in w.share.buckets)
         message = ""
         if names:
             message = f"{w.member}: bytes of {len(names)} tensor(s) are missing: {', '.join(map(repr, names[:5]))}"
@@ -316,10 +325,13 @@ class Operations:
 
     def _read_back(self, t: Transfer) -> None:
         """LIVE evidence: hash what the workers hold now. Where that lies is found once per plan and layout."""
+        if self._engine.evidence < Evidence.LIVE:
+            return  # it showed what it can by not raising
         for i, w in enumerate(t.workers):
-            key = (w.ledger.share.plan.id, w.member, t.layout)
+            assert isinstance(w, LocalWorker)
+            key = (w.share.plan.id, w.member, t.layout)
             if key not in self._live:
-                share, live = w.ledger.share, self._engine.live(i)
+                share, live = w.share, self._engine.live(i)
                 self._live.keep(key, {region: share.memory(region, live) for region in share.regions})
             w.ledger.read_back(self._live[key])
 

@@ -240,18 +240,18 @@ class Ledger:
 
 
 def receipt_pages(
-    ledger: Ledger, update_id: str, evidence: Evidence, bytes_received: int, digests: Sequence[int]
+    share: WorkerPlan, update_id: str, evidence: Evidence, bytes_received: int, elements: int, digests: Sequence[int]
 ) -> list[update_pb2.Receipt]:
     """A worker's receipt as pages; one page when nothing is hashed."""
     total = len(digests)
     return [
         update_pb2.Receipt(
             update_id=update_id,
-            member=ledger.share.member,
-            plan_id=ledger.share.plan.id,
+            member=share.member,
+            plan_id=share.plan.id,
             evidence=codec.number(evidence),
             bytes_received=bytes_received,
-            elements_written=ledger.elements if evidence >= Evidence.CONSUMED else 0,
+            elements_written=elements,
             digests=digests[first : first + _PAGE_DIGESTS],
             first=first,
             total=total,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from .engines.base import Engine
 from .receipts import Ledger, Sink, WorkerPlan
 from .threads import WorkThread
 
-__all__ = ["Channels", "Transfer", "Worker", "channel_spec", "wanted_buckets"]
+__all__ = ["Channels", "LocalWorker", "Transfer", "Worker", "channel_spec", "wanted_buckets"]
 
 
 def channel_spec(c: Channel, group: str) -> ChannelSpec:
@@ -48,21 +49,63 @@ def wanted_buckets(share: WorkerPlan, ranges: Sequence[tuple[int, int]]) -> list
 
 
 @dataclass
-class Worker:
-    """One worker's side of an update. Used by its data thread, except ``landed`` and ``channel.abort``."""
+class Worker(ABC):
+    """One worker's side of an update, wherever the worker is. ``thread`` drives it; ``channel.abort`` is anybody's."""
 
     member: str
     thread: WorkThread
     channel: ReceiveChannel
-    sink: Sink
-    ledger: Ledger
+    share: WorkerPlan
     base: int
-    armed_buckets: list[Bucket] = field(default_factory=list)
+    armed_buckets: list[Bucket] = field(default_factory=list, kw_only=True)
 
     @property
     def landed(self) -> int:
         """Payload bytes of this update that the transport put in place. Any thread."""
         return self.channel.bytes_landed - self.base
+
+    @abstractmethod
+    def take(self, bucket: Bucket) -> None:
+        """Receive one armed bucket, put it in its place, count it and hash it."""
+
+    @abstractmethod
+    def missing(self) -> list[str]:
+        """Names of the tensors of which bytes are missing."""
+
+    @abstractmethod
+    def elements(self) -> int:
+        """Elements of the regions that are whole."""
+
+    @abstractmethod
+    def packed(self) -> Sequence[int]:
+        """The digests in receipt order; 0 where nothing was asked. Empty when nothing is hashed."""
+
+
+@dataclass
+class LocalWorker(Worker):
+    """A worker whose memory is in this process."""
+
+    sink: Sink
+    ledger: Ledger
+
+    def take(self, bucket: Bucket) -> None:
+        """See ``Worker``."""
+        spans, memory = self.sink.spans(bucket)
+        self.channel.receive(bucket, spans)
+        self.sink.complete(bucket)
+        self.ledger.feed(bucket, spans, memory)
+
+    def missing(self) -> list[str]:
+        """See ``Worker``."""
+        return self.ledger.missing()
+
+    def elements(self) -> int:
+        """See ``Worker``."""
+        return self.ledger.elements
+
+    def packed(self) -> Sequence[int]:
+        """See ``Worker``."""
+        return self.ledger.packed()
 
 
 class Channels:
@@ -180,7 +223,7 @@ class Transfer:
         ranges = next(c.ranges for c in self.want.calls if c.seq == seq)
 
         def one(w: Worker) -> None:
-            w.armed_buckets = wanted_buckets(w.ledger.share, ranges)
+            w.armed_buckets = wanted_buckets(w.share, ranges)
             w.channel.arm(self.token(), w.armed_buckets, self.deadline)
 
         failpoints.hit("replica.arm.before")
@@ -196,12 +239,9 @@ class Transfer:
         def one(w: Worker) -> None:
             for bucket in w.armed_buckets:
                 failpoints.hit("replica.receive.before")
-                spans, memory = w.sink.spans(bucket)
-                w.channel.receive(bucket, spans)
+                w.take(bucket)
                 if self.in_place:
                     self._wrote = True
-                w.sink.complete(bucket)
-                w.ledger.feed(bucket, spans, memory)
                 progress()
                 failpoints.hit("replica.receive.inside")
 

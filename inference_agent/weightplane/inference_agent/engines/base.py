@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import CachePolicy, Evidence, Held, Mode, PauseMode
+from weightplane.controlplane.core.model import CachePolicy, Channel, Evidence, Held, Mode, PauseMode, Verify
+from weightplane.controlplane.core.plan import Plan
 
 from .gate import EngineClosed, PauseGate, Request, RequestAborted, VersionTag
 from .mismatch import Description, Problem, ProblemKind
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     import torch
 
     from weightplane.controlplane.core.placement import Box
+    from weightplane.v1.transport_pb2 import Rendezvous
+
+    from ..threads import WorkThread
+    from ..transfer import Worker
 
 __all__ = [
     "Description",
@@ -51,6 +56,7 @@ __all__ = [
     "LocalTensors",
     "Problem",
     "ProblemKind",
+    "Reception",
     "Request",
     "RequestAborted",
     "VersionTag",
@@ -93,6 +99,24 @@ class WorkerDevice:
 
     kind: str = "cpu"
     uuid: str = ""
+
+
+@dataclass(frozen=True)
+class Reception:
+    """One worker's share of an update: what comes over which channel. ``as_they_come``: hash the bytes as they land.
+
+    ``thread`` is the agent's data thread for this worker.
+    """
+
+    update_id: str
+    group: str
+    member: str
+    thread: WorkThread
+    channel: Channel
+    plan: Plan
+    manifest: Manifest
+    verify: Verify
+    as_they_come: bool
 
 
 class Engine(ABC):
@@ -158,6 +182,24 @@ class Engine(ABC):
     @abstractmethod
     def describe(self, manifest: Manifest, members: Sequence[str]) -> Description:
         """Compare with a manifest: the placement of each worker (named by ``members``) and every problem. No writes."""
+
+    # --- workers in other processes: there the transports' ends, the memory and the receipts are theirs
+
+    def offers(
+        self, worker: int, member: str, transports: Sequence[str]
+    ) -> tuple[list[Rendezvous], dict[str, str]] | None:
+        """What the worker's own process offers of ``transports``, and why not the others.
+
+        Default: the worker lives in this process, which offers for it.
+        """
+        return None
+
+    def open_worker(self, worker: int, reception: Reception) -> Worker | None:
+        """The worker's side of the update begun, where it lives elsewhere; ``targets`` and ``live`` are then not asked.
+
+        Default: it lives in this process.
+        """
+        return None
 
     # --- generation
 
