@@ -296,9 +296,7 @@ class UcxRegion(_message.Message):
     device: _builtins.int
     """Device index in the owner's process; -1 = host memory."""
     metadata: _builtins.bytes
-    """NIXL's metadata of the owner that holds this region's keys (a partial agent metadata); several regions may share one,
-    which then comes with the first of them.
-    """
+    """NIXL's metadata of the owner that holds this region's keys and no other's (a partial agent metadata)."""
     def __init__(
         self,
         *,
@@ -375,6 +373,7 @@ class PullMessage(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     BYE_FIELD_NUMBER: _builtins.int
+    SERVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___PullHello:
         """Opens the connection."""
@@ -415,6 +414,10 @@ class PullMessage(_message.Message):
     def bye(self) -> Global___PullBye:
         """The side leaves."""
 
+    @_builtins.property
+    def serve(self) -> Global___PullServe:
+        """How the receiver's reads work."""
+
     def __init__(
         self,
         *,
@@ -428,12 +431,13 @@ class PullMessage(_message.Message):
         ready: Global___PullReady | None = ...,
         done: Global___PullDone | None = ...,
         bye: Global___PullBye | None = ...,
+        serve: Global___PullServe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "bye", b"bye", "challenge", b"challenge", "done", b"done", "hello", b"hello", "message", b"message", "proof", b"proof", "ready", b"ready", "refused", b"refused", "table", b"table", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "bye", b"bye", "challenge", b"challenge", "done", b"done", "hello", b"hello", "message", b"message", "proof", b"proof", "ready", b"ready", "refused", b"refused", "serve", b"serve", "table", b"table", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "bye", b"bye", "challenge", b"challenge", "done", b"done", "hello", b"hello", "message", b"message", "proof", b"proof", "ready", b"ready", "refused", b"refused", "table", b"table", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "bye", b"bye", "challenge", b"challenge", "done", b"done", "hello", b"hello", "message", b"message", "proof", b"proof", "ready", b"ready", "refused", b"refused", "serve", b"serve", "table", b"table", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "challenge", "proof", "welcome", "refused", "armed", "table", "ready", "done", "bye"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "challenge", "proof", "welcome", "refused", "armed", "table", "ready", "done", "bye", "serve"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -652,7 +656,6 @@ class PullArmed(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
-    SERVE_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update."""
     epoch: _builtins.int
@@ -661,8 +664,6 @@ class PullArmed(_message.Message):
     """The trainer's generation."""
     number: _builtins.int
     """Rises with each `armed` on this connection, from 1."""
-    serve: _builtins.bool
-    """The sender's processor takes part in the reads (software emulation, as over TCP): it must serve them until `done`."""
     def __init__(
         self,
         *,
@@ -670,15 +671,38 @@ class PullArmed(_message.Message):
         epoch: _builtins.int = ...,
         generation: _builtins.int = ...,
         number: _builtins.int = ...,
-        serve: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "number", b"number", "serve", b"serve", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "number", b"number", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullArmed: _TypeAlias = PullArmed  # noqa: Y015
+
+@_typing.final
+class PullServe(_message.Message):
+    """Whether the sender's processor takes part in the reads (software emulation, as over TCP): it must then serve them while
+    anything is ready and not done. Until the receiver first says `armed` it serves in any case; afterwards not, until told.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ON_FIELD_NUMBER: _builtins.int
+    on: _builtins.bool
+    """Whether it does from now on."""
+    def __init__(
+        self,
+        *,
+        on: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["on", b"on"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullServe: _TypeAlias = PullServe  # noqa: Y015
 
 @_typing.final
 class PullTable(_message.Message):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weightplane.controlplane import failpoints
@@ -131,6 +131,11 @@ class PullSendChannel(SendChannel):
 
     # --- any thread
 
+    @property
+    def details(self) -> Mapping[str, str]:
+        """How bytes move, for ``doctor`` and logs."""
+        return self._exporter.details()
+
     def drop(self, member: str) -> None:
         """See ``SendChannel``. What the member still reads may be torn from now on; it is told."""
         with self._changed:
@@ -181,6 +186,8 @@ class PullSendChannel(SendChannel):
                 index, number = message.done.bucket, message.done.armed
                 if link.armed is not None and number == link.armed.number and self._is_armed(link.receiver):
                     self._done[link.receiver] |= self._posted[link.receiver] & {index}
+            elif kind == "serve":
+                link.serve = message.serve.on
             elif kind == "bye":
                 self._lost.setdefault(link.receiver, f"left: {message.bye.reason[:1000]}")
             else:
@@ -203,7 +210,7 @@ class PullSendChannel(SendChannel):
             for receiver, link in self._links.items():
                 if link.armed is None:
                     connecting = connecting or link.since > young
-                elif link.armed.serve and self._posted[receiver] - self._done[receiver]:
+                elif link.serve and self._posted[receiver] - self._done[receiver]:
                     serving = True
         return self._exporter.pace(serving) if serving or connecting else None
 
@@ -221,7 +228,7 @@ class PullSendChannel(SendChannel):
 
     def _hold(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> _Held:
         held = self._held.get(bucket.index)
-        if held is not None and held.spans is spans:
+        if held is not None and held.spans is spans and self._exporter.holds(held.entry):
             return held
         found = sum(span.numel() for span in spans)
         if found != bucket.nbytes:
@@ -290,7 +297,7 @@ class PullSendChannel(SendChannel):
             link.post(*self._tables(link, bucket.index, held))
             link.versions[bucket.index] = held.version
         link.post(PullMessage(ready=ready))
-        if link.armed.serve:
+        if link.serve:
             self._listener.wake()
 
     def _tables(self, link: Link, index: int, held: _Held) -> Iterator[PullMessage]:
@@ -325,6 +332,8 @@ class PullSendChannel(SendChannel):
         gone = set(self._exporter.settle([h.entry for h in self._held.values()]))
         if not gone:
             return
+        self._held = {i: h for i, h in self._held.items() if gone.isdisjoint(h.entry.regions)}
+        self._last = {i: e for i, e in self._last.items() if gone.isdisjoint(e[0].regions)}
         with self._changed:
             links = list(self._links.values())
         for link in links:

@@ -7,7 +7,7 @@ into *chunks* of *regions*; an ``Importer`` at each receiver reads chunks into s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,10 @@ class Exporter(ABC):
     def region(self, region: int) -> PullRegion:
         """What a receiver is told of a region that an entry names."""
 
+    def holds(self, entry: Entry) -> bool:
+        """Whether the memory of an entry is still what it was, though its spans are the same objects. Cheap."""
+        return True
+
     def publish(self, bucket: Bucket, entry: Entry) -> None:
         """Called in each ``send``, right before receivers are told that the bucket may be read (record events here)."""
         return None
@@ -63,7 +67,7 @@ class Exporter(ABC):
     def settle(self, entries: Collection[Entry]) -> Collection[int]:
         """Nobody reads now, and only ``entries`` are sure to come again: let go of memory that nobody else holds.
 
-        Returns the regions that are gone. Their ids never come again.
+        Returns the regions that are gone. Their ids never come again; entries that name them are forgotten.
         """
 
     def pace(self, serving: bool) -> float | None:
@@ -76,6 +80,10 @@ class Exporter(ABC):
     def serve(self) -> None:
         """Work for the receivers; short, and never raises. The listener's thread."""
         return None
+
+    def details(self) -> Mapping[str, str]:
+        """What ``doctor`` and logs may show of how bytes move. Any thread."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:
@@ -101,9 +109,17 @@ class Pull:
 class Importer(ABC):
     """The receiver's half, for one channel and all its senders. The channel's data thread."""
 
-    def serves(self, sender: str) -> bool:
-        """Whether an attached sender must serve the reads with its processor (see ``PullArmed.serve``)."""
-        return False
+    #: ``ask_serve(sender, on)``, set by the engine: the sender's processor takes part in the reads (``PullServe``).
+    ask_serve: Callable[[str, bool], None]
+
+    @property
+    def broken(self) -> str:
+        """Why this channel can read no more and a new one must be bound, or nothing."""
+        return ""
+
+    def details(self) -> Mapping[str, str]:
+        """What ``doctor`` and logs may show of how bytes move. Any thread."""
+        return {}
 
     @abstractmethod
     def attach(self, sender: str, welcome: PullWelcome, check: Callable[[], None]) -> None:

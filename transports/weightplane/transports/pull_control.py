@@ -100,6 +100,7 @@ class Link:
         self.gone = ""
         # the channel's, under its lock
         self.armed: PullArmed | None = None
+        self.serve = False
         self.regions: set[int] = set()
         self.versions: dict[int, int] = {}
         self._lock = threading.Lock()

@@ -28,6 +28,7 @@ from weightplane.v1.transport_pb2 import (
     PullHello,
     PullMessage,
     PullProof,
+    PullServe,
     PullTable,
 )
 
@@ -74,6 +75,7 @@ class PullReceiveChannel(ReceiveChannel):
                  importer: Importer) -> None:  # fmt: skip
         self.spec, self.member = spec, member
         self._directory, self._endpoints, self._importer = directory, endpoints, importer
+        importer.ask_serve = self._ask_serve
         self._senders: dict[str, _Sender] = {}
         self._token: ArmToken | None = None
         self._deadline = 0.0
@@ -96,6 +98,8 @@ class PullReceiveChannel(ReceiveChannel):
         for bucket in buckets:
             if self.member not in bucket.receivers or bucket.sender not in self.spec.senders:
                 raise TransportError(f"bucket {bucket.index} is not {self.member!r}'s on this channel")
+        if why := self._importer.broken:
+            raise TransportError(f"channel {self.spec.channel_id}: {why}: bind a new one")
         self._deadline = deadline
         self._token = token
         for name in dict.fromkeys(b.sender for b in buckets):
@@ -161,7 +165,15 @@ class PullReceiveChannel(ReceiveChannel):
             sender.socket.close()
         self._senders.clear()
 
+    @property
+    def details(self) -> Mapping[str, str]:
+        """How bytes move, for ``doctor`` and logs."""
+        return self._importer.details()
+
     # --- inside
+
+    def _ask_serve(self, sender: str, on: bool) -> None:
+        self._say(self._senders[sender], PullMessage(serve=PullServe(on=on)))
 
     def _begin(self, bucket: int) -> None:
         self._bucket = bucket
@@ -288,7 +300,6 @@ class PullReceiveChannel(ReceiveChannel):
             epoch=token.epoch,
             generation=token.generation,
             number=sender.number,
-            serve=self._importer.serves(sender.member),
         )
         self._say(sender, PullMessage(armed=armed))
 
