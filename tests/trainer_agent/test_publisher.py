@@ -38,7 +38,7 @@ def test_two_replicas_get_every_step_bit_for_bit(f: Fleet, transport: str, mode:
     assert versions == sorted(set(versions))
     metrics = receipt.metrics()
     assert set(metrics) == {
-        *("gather_s", "wire_s", "pause_s", "apply_s", "verify_s", "total_s"),
+        *("gather_s", "mirror_s", "mirror_bytes", "wire_s", "pause_s", "apply_s", "verify_s", "total_s"),
         *("bytes", "gbps", "lag_versions", "retries"),
     }
     assert metrics["bytes"] > 0 and metrics["total_s"] > 0 and metrics["lag_versions"] == 0

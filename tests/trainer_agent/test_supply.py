@@ -171,8 +171,7 @@ def test_each_region_is_hashed_once_over_all_plans_and_equals_the_tensors_digest
     for p in plans:
         want = [digest_tensor(STATE[f"t{r.tensor}"][r.box[0][0] : r.box[0][1]]) for r in p.regions]
         assert digests.of_plan(p, late) == want
-    owners = digests.owners
-    assert owners is not None and {owners[k] for k in owners} == {0, 2}
+    assert [len(digests.mine(p)) for p in plans] == [12, 0, 12], "plans 0 and 1 have the same regions"
 
 
 def test_a_region_that_no_lane_hashed_is_asked_for() -> None:

@@ -25,6 +25,7 @@ from weightplane.v1 import weight_transfer_pb2 as wt
 from .context import AttemptFailed, Rank, RanksDisagree, UpdateEnded, is_aborted, is_over, is_undecided
 from .errors import OutcomeUnknown, PublishError, RpcRefused, TrainerFenced, Unanswered, failure_from_proto
 from .options import PublishOptions
+from .produced import NOTHING_QUEUED, Produced
 from .sources import Source
 from .sources_gather import GatherSource
 from .stop import Stop
@@ -54,6 +55,8 @@ class Attempt:
     manifest: Manifest
     stop: Stop
     on_source_free: Callable[[], None]
+    produced: Produced = NOTHING_QUEUED
+    hold_source: bool = True
     update_id: str = ""
     version: int = 0
     epoch: int = 0
@@ -136,7 +139,16 @@ class Attempt:
             self.nbytes += c.nbytes
             plans[c.channel_id] = r.plans.get(c.plan_id, self.manifest, lambda n, p=c.plan_id: self._page(p, n))  # type: ignore[misc]
         transfer = Transfer(
-            r, self.source, self.manifest, answer, plans, self._deadline, self.stop, on_error=self._lane_failed
+            r,
+            self.source,
+            self.manifest,
+            answer,
+            plans,
+            self._deadline,
+            self.stop,
+            self._lane_failed,
+            self.produced,
+            hold_source=self.hold_source,
         )
         self.transfer = transfer
         self.stop.on_set(lambda e: transfer.abandon(str(e)))

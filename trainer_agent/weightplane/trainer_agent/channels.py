@@ -11,6 +11,8 @@ from weightplane.transports import registry
 from weightplane.transports.base import ChannelSpec, SendChannel, Transport, TransportError
 from weightplane.v1 import agent_pb2, transport_pb2
 
+from .replay import forget
+
 __all__ = ["ChannelPool", "OpenChannel", "offers_for"]
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class ChannelPool:
             self._bindings = new
             stale = [self._open.pop(c) for c in list(self._open) if c not in new]
             self._dead &= new.keys()
+        forget(o.channel for o in stale)
         for opened in stale:
             opened.channel.close()
 
@@ -105,6 +108,17 @@ class ChannelPool:
         log.debug("opening channel %s by %s to %d receiver(s)", b.channel_id, b.transport, len(spec.receivers))
         return OpenChannel(spec, self._member, transport, transport.open_sender(spec, self._member))
 
+    def release(self) -> None:
+        """Let go of all memory of the source that is kept for the next update. Between updates."""
+        with self._lock:
+            opened = list(self._open.values())
+        forget(o.channel for o in opened)
+        for o in opened:
+            try:
+                o.channel.flush()  # nothing is on its way: it lets go of what only the channel holds
+            except TransportError as e:
+                log.debug("channel %s: %s", o.spec.channel_id, e)
+
     def abort(self, channel_ids: Iterable[str], reason: str) -> None:
         """Abort and never use again. Any thread; returns at once."""
         with self._lock:
@@ -117,5 +131,6 @@ class ChannelPool:
         """Close all."""
         with self._lock:
             opened, self._open, self._bindings = list(self._open.values()), {}, {}
+        forget(o.channel for o in opened)
         for o in opened:
             o.channel.close()

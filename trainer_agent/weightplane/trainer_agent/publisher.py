@@ -32,6 +32,7 @@ from .collective import default_incarnation
 from .errors import ForkedProcessError, PublisherClosed, UpdateFailed
 from .hold import Hold, HoldSettings
 from .options import PublishOptions
+from .produced import NOTHING_QUEUED, Produced
 from .publishing import Publishing
 from .receipt import PublishReceipt
 from .sources import Source
@@ -55,6 +56,7 @@ class PublishHandle:
         self._free: Future[None] = Future()
         self._future: Future[PublishReceipt] = Future()
         self._stop: Stop = Stop()
+        self._produced: Produced = NOTHING_QUEUED
 
     def done(self) -> bool:
         """Whether it is over."""
@@ -87,7 +89,9 @@ class Publisher:
     ``target``: the control plane's host:port (loopback), or a ``Dial`` with TLS or a token. ``incarnation`` names this
     life of the job and is equal on its ranks; by default torchrun's run id and restart count, or random for one rank.
     ``transport``: use this one or refuse. ``takeover``: fence a trainer that still holds the group. ``resume_step``:
-    the step of the checkpoint that training resumes from. ``heartbeat``: "helper" (a process) or "stream". The publish
+    the step of the checkpoint that training resumes from. ``heartbeat``: "helper" (a process) or "stream".
+    ``hold_source``: what is worked out for the source's memory is kept from publish to publish, and that memory in use
+    with it, also if the model is moved elsewhere meanwhile; turn it off, or call ``release``, to move it. The publish
     options (mode, pause, cache, verify, commit_policy, failure, update_timeout, ...: see ``PublishOptions``) are
     defaults that ``publish`` may override.
 
@@ -111,6 +115,7 @@ class Publisher:
         takeover: bool = False,
         resume_step: int | None = None,
         heartbeat: str = "helper",
+        hold_source: bool = True,
         **options: Any,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -134,6 +139,7 @@ class Publisher:
             helper=heartbeat == "helper",
         )
         self.init_timeout = init_timeout
+        self.hold_source = hold_source
         self._hold = Hold(settings)
         self._pid = os.getpid()
         self._busy = threading.Lock()
@@ -185,10 +191,10 @@ class Publisher:
     def publish_async(self, step: int, **overrides: Any) -> PublishHandle:
         """``publish`` in a thread of its own. Do not change the source before the handle's ``source_free``.
 
-        Work that this thread queued on the source's devices is waited for before this returns. A ``GatherSource`` runs
-        its function in that thread. A publish begun while one is under way waits for it. Under ``failure="retry"`` the
-        source is held for a second attempt, and ``source_free`` comes at the end; under a group's RETRY it comes early
-        and there is no second attempt after it.
+        Work that this thread queued on the source's devices is waited for before anything is read. A ``GatherSource``
+        runs its function in that thread. A publish begun while one is under way waits for it. Under ``failure="retry"``
+        the source is held for a second attempt, and ``source_free`` comes at the end; under a group's RETRY it comes
+        early and there is no second attempt after it.
         """
         handle = PublishHandle()
         options = self._begin(handle, overrides, wait=False)
@@ -229,6 +235,15 @@ class Publisher:
     async def ainit(self) -> None:
         """``init`` for coroutines."""
         await asyncio.get_running_loop().run_in_executor(None, self.init)
+
+    def release(self) -> None:
+        """Let go of the source's memory, so that a model which is now moved off the GPU (or replaced) frees it.
+
+        Spans, registrations and tables are dropped; the next publish works them out anew. Waits for one under way.
+        """
+        self._check()
+        with self._busy:
+            self._hold.pool.release()
 
     def outcome(self, update_id: str, timeout: float = 10.0) -> update_pb2.UpdateInfo:
         """What became of an update (after ``OutcomeUnknown``). Raises ``CallRefused`` if it is not known."""
@@ -287,7 +302,7 @@ class Publisher:
         options = self.options.override(overrides)
         if not self.source.gathers and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.source.manifest()
-            self.source.settle()
+            handle._produced = self.source.produced()
         if wait:
             self._busy.acquire()
             self._current = handle
@@ -304,7 +319,17 @@ class Publisher:
         if not self._hold.bound:
             self._init()
         free = handle._set_free if handle.is_async else None
-        work = Publishing(self._hold, self.source, options, step, self._count, handle._stop, free)
+        work = Publishing(
+            self._hold,
+            self.source,
+            options,
+            step,
+            self._count,
+            handle._stop,
+            free,
+            handle._produced,
+            hold_source=self.hold_source,
+        )
         try:
             receipt = work.run()
         except UpdateFailed as e:

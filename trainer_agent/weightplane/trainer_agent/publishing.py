@@ -18,6 +18,7 @@ from .context import AttemptFailed, failures_of, guilty, is_undecided
 from .errors import OutcomeUnknown, PublishError, RpcRefused, TrainerFenced, Unanswered, UpdateFailed, UpdateRefused
 from .hold import NEVER_GRANTED, Hold
 from .options import FailurePolicy, PublishOptions
+from .produced import Produced
 from .receipt import PublishReceipt, receipt_of
 from .sources import Source
 from .stop import Stop
@@ -58,8 +59,13 @@ class Publishing:
         number: int,
         stop: Stop,
         source_free: Callable[[], None] | None,
+        produced: Produced,
+        *,
+        hold_source: bool = True,
     ) -> None:
-        """``source_free``: tells the caller, who goes on meanwhile; ``None`` if the caller waits for the end anyway."""
+        """``source_free``: tells the caller, who goes on meanwhile; ``None`` if the caller waits for the end anyway.
+        ``produced`` and ``hold_source``: see ``Transfer``."""
+        self._produced, self._hold_source = produced, hold_source
         self._hold, self._source, self._options = hold, source, options
         self._step, self._number = step, number
         self._stop, self._source_free = stop, source_free
@@ -144,6 +150,8 @@ class Publishing:
                 manifest,
                 stop,
                 self._free,
+                self._produced,
+                self._hold_source,
             )
             hold.listen(attempt.notice, stop)
             if round_ or hold.settings.world_size > 1:
@@ -156,7 +164,9 @@ class Publishing:
                     continue
                 raise
             total = time.monotonic() - (self._began if self._retries else started)
-            return receipt_of(update, nbytes=attempt.nbytes, total_s=total, retries=self._retries)
+            mirrored = attempt.transfer.mirrored if attempt.transfer is not None else (0, 0.0)
+            nbytes, retries = attempt.nbytes, self._retries
+            return receipt_of(update, nbytes=nbytes, total_s=total, retries=retries, mirrored=mirrored)
         raise AssertionError("unreachable")
 
     def _rebind(self, attempt: Attempt, deadline: float, manifest: Manifest) -> None:

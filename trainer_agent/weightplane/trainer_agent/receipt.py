@@ -40,7 +40,8 @@ class PublishReceipt:
 
     ``total_s``: from the call of StartUpdate to the answer of FinishUpdate, on this clock (of all attempts).
     ``bytes``: payload that left all senders, once per receiver set. ``absent``: replicas that did not take part, and
-    why. ``retries``: attempts beyond the first.
+    why. ``retries``: attempts beyond the first. ``mirror_bytes``, ``mirror_s``: what this rank copied from its devices
+    to the host for transports that read nothing else (part of ``wire_s``), by the devices' clocks.
     """
 
     step: int
@@ -62,6 +63,8 @@ class PublishReceipt:
     total_s: float = 0.0
     retries: int = 0
     stale: int = 0
+    mirror_s: float = 0.0
+    mirror_bytes: int = 0
 
     @property
     def ready(self) -> tuple[str, ...]:
@@ -82,16 +85,18 @@ class PublishReceipt:
         return max((self.version - h for h in held if h), default=0)
 
     def metrics(self) -> dict[str, float]:
-        """Flat, stable names: gather_s, wire_s, pause_s, apply_s, verify_s, total_s, bytes, gbps, lag_versions,
-        retries. ``gbps`` is 10⁹ bytes per second."""
+        """Flat, stable names: gather_s, mirror_s, wire_s, pause_s, apply_s, verify_s, total_s, bytes, mirror_bytes,
+        gbps, lag_versions, retries. ``gbps`` is 10⁹ bytes per second."""
         return {
             "gather_s": self.gather_s,
+            "mirror_s": self.mirror_s,
             "wire_s": self.wire_s,
             "pause_s": self.pause_s,
             "apply_s": self.apply_s,
             "verify_s": self.verify_s,
             "total_s": self.total_s,
             "bytes": float(self.bytes),
+            "mirror_bytes": float(self.mirror_bytes),
             "gbps": self.gbps,
             "lag_versions": float(self.lag_versions),
             "retries": float(self.retries),
@@ -130,6 +135,7 @@ def receipt_of(
     committed: bool = True,
     failure: Failure | None = None,
     stale: int = 0,
+    mirrored: tuple[int, float] = (0, 0.0),
 ) -> PublishReceipt:
     """The receipt of an update that is over."""
     t = update.timings
@@ -153,4 +159,6 @@ def receipt_of(
         total_s=total_s,
         retries=retries,
         stale=stale,
+        mirror_s=mirrored[1],
+        mirror_bytes=mirrored[0],
     )

@@ -1,4 +1,8 @@
-"""Moving one call's buckets: a thread per channel sends in plan order, another hashes beside it.
+"""Moving one call's buckets: a thread per channel sends in plan order, others hash beside it.
+
+Buckets whose bytes lie in the source's own memory are replayed: the channel gets the list of spans that it knows from
+the last update (``replay``). The others are packed into scratch, update by update. What a transport cannot read where
+it lies is mirrored to the host first (``mirror``).
 
 A channel's data calls all come from its one thread; ``abort`` and ``drop`` come from any. A lane whose receivers were
 all excluded just ends. With ``tolerant`` (a commit policy that can do without some) a lost peer is waited for until the
@@ -21,7 +25,10 @@ from weightplane.transports.base import ChannelAborted, PeerLost
 from weightplane.transports.buckets import SourceSpans
 
 from .channels import OpenChannel
-from .hashing import LaneHasher, RegionDigests
+from .hashing import LaneHasher, LiveHasher, RegionDigests, live_groups
+from .mirror import Mirror
+from .produced import NOTHING_QUEUED, Produced
+from .replay import ChannelReplay, of_channel
 from .sources import Local
 from .stop import Stop
 from .supply import Supply
@@ -48,6 +55,32 @@ class Lane:
         return frozenset(r for b in self.buckets for r in b.receivers)
 
 
+class _Packing:
+    """Spans of buckets that are not replayed: asked of the supply and packed, each time. The lane's thread.
+
+    A set of scratch is written again three buckets later, when its bucket has been hashed (``LaneHasher.feed``).
+    """
+
+    def __init__(self, lane: Lane, manifest: Manifest, supply: Supply) -> None:
+        self._lane, self._supply = lane.number, supply
+        self._current: dict[int, Local | Sequence[Local]] = {}
+        self.retained: list[torch.Tensor] = []  # what an unbuffered transport may still read, if it is ours to free
+        keep = not lane.opened.transport.capabilities.buffered
+        member = lane.opened.member
+        self._sets = deque(SourceSpans(lane.plan, manifest, member, self._current, keep=keep) for _ in range(_ROTATION))
+
+    def spans(self, bucket: Bucket) -> list[torch.Tensor]:
+        """The bucket's spans, complete on their devices."""
+        taken = self._supply.take(self._lane, bucket)
+        self._current.clear()
+        self._current.update(taken)
+        spans = self._sets[0].spans(bucket)
+        self._sets.rotate(-1)
+        for device in {s.device for s in spans if s.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()  # packing and casting are queued there
+        return spans
+
+
 class Sending:
     """All lanes of one call. ``start``, then ``wait``. ``exclude`` from any thread."""
 
@@ -63,12 +96,21 @@ class Sending:
         one_at_a_time: bool = False,
         progress: Callable[[], None] = lambda: None,
         on_error: Callable[[BaseException], None] = lambda e: None,
+        produced: Produced = NOTHING_QUEUED,
     ) -> None:
+        """``produced``: what must have run before the source's tensors hold what is to be sent."""
         self.lanes = list(lanes)
+        self._produced = produced
         self._manifest, self._supply, self._digests, self._stop = manifest, supply, digests, stop
         self._tolerant_s, self._progress, self._on_error = tolerant_s, progress, on_error
         self._one_at_a_time = one_at_a_time
         self._threads: list[threading.Thread] = []
+        self._mirrors: list[Mirror] = []
+
+    @property
+    def mirrored(self) -> tuple[int, float]:
+        """Bytes copied to the host for transports that read nothing else, and the seconds that it took (all lanes)."""
+        return sum(m.nbytes for m in self._mirrors), sum(m.seconds for m in self._mirrors)
 
     def start(self) -> None:
         """Start a thread for every lane that has buckets of ours."""
@@ -117,13 +159,18 @@ class Sending:
     # --- one lane's thread ---
 
     def _run(self, lane: Lane) -> None:
-        hasher = LaneHasher(lane.number, lane.plan, self._digests) if self._digests is not None else None
+        hashers: list[LaneHasher | LiveHasher] = []
         try:
             try:
-                self._send_all(lane, hasher)
+                self._produced.wait()
+                opened = lane.opened
+                replay = of_channel(opened.channel, lane.plan, self._manifest, opened.member)
+                if self._supply.watch is not None and opened.transport.capabilities.moves_bytes:
+                    replay.look(self._supply.source, self._supply.watch)
+                self._send_all(lane, replay, self._hashers(lane, replay, hashers))
             finally:
                 self._supply.leave(lane.number)
-                if hasher is not None:
+                for hasher in hashers:
                     hasher.finish()
         except BaseException as e:
             if not (lane.excluded and isinstance(e, ChannelAborted | PeerLost)) and self._stop.error is None:
@@ -133,42 +180,72 @@ class Sending:
         lane.ended = True
         self._stop.poke()
 
-    def _send_all(self, lane: Lane, hasher: LaneHasher | None) -> None:
-        member, capabilities = lane.opened.member, lane.opened.transport.capabilities
-        retained: list[torch.Tensor] = []  # what an unbuffered transport may still read, if it is ours to free
-        held = 0
-        current: dict[int, Local | Sequence[Local]] = {}
-        # A set of scratch is written again three buckets later, when its bucket has been hashed (LaneHasher.feed).
-        keep = not capabilities.buffered
-        spans = deque(SourceSpans(lane.plan, self._manifest, member, current, keep=keep) for _ in range(_ROTATION))
-        for bucket in lane.buckets:
+    def _hashers(self, lane: Lane, replay: ChannelReplay, hashers: list[LaneHasher | LiveHasher]) -> LaneHasher | None:
+        """Start what hashes beside the lane (noted in ``hashers``); the one that wants the buckets, if any does."""
+        if self._digests is None:
+            return None
+        live = live_groups(replay, self._digests)
+        if live.groups:
+            hashers.append(LiveHasher(lane.number, live, self._digests))
+        if live.complete:
+            return None
+        fed = LaneHasher(lane.number, lane.plan, self._digests, live.regions)
+        hashers.append(fed)
+        return fed
+
+    def _send_all(self, lane: Lane, replay: ChannelReplay, hasher: LaneHasher | None) -> None:
+        channel, capabilities = lane.opened.channel, lane.opened.transport.capabilities
+        packed = _Packing(lane, self._manifest, self._supply)
+        mirror, kinds = self._mirror(lane, replay, hasher is not None), capabilities.device_kinds
+        held = begun = 0
+        for n, bucket in enumerate(lane.buckets):
             if lane.excluded:
                 return
             if self._one_at_a_time and not capabilities.buffered:
-                self._patiently(lane, lane.opened.channel.flush)
-                retained.clear()
-            taken = self._supply.take(lane.number, bucket)
-            current.clear()
-            current.update(taken)
-            parts = spans[0].spans(bucket)
-            spans.rotate(-1)
-            if capabilities.moves_bytes and "cuda" not in capabilities.device_kinds:
-                parts = [p.cpu() if p.device.type == "cuda" else p for p in parts]
+                self._patiently(lane, channel.flush)
+                packed.retained.clear()
+            live = replay.spans(bucket)
+            parts: Sequence[torch.Tensor] = live if live is not None else packed.spans(bucket)
+            if mirror is not None and any(p.device.type not in kinds for p in parts):
+                if not capabilities.buffered and begun >= mirror.slots - 1:
+                    self._patiently(lane, channel.flush)  # a slot that is still being read must not be written
+                    begun = 0
+                parts = mirror.take(bucket, parts)
+                ahead = replay.spans(lane.buckets[n + 1]) if n + 1 < len(lane.buckets) else None
+                if ahead is not None:
+                    mirror.begin(lane.buckets[n + 1], ahead)
+                begun += 1
             if hasher is not None:
                 hasher.feed(bucket, parts)
             hit("trainer.send.bucket")
-            self._patiently(lane, lambda b=bucket, p=parts: lane.opened.channel.send(b, p))  # type: ignore[misc]
-            if keep and self._supply.transient:
-                retained.extend(parts)
-                held += bucket.nbytes
-                if held > _RETAINED:
-                    self._patiently(lane, lane.opened.channel.flush)
-                    retained.clear()
-                    held = 0
-            self._supply.done(lane.number, bucket)
+            self._patiently(lane, lambda b=bucket, p=parts: channel.send(b, p))  # type: ignore[misc]
+            if live is None:
+                if not capabilities.buffered and self._supply.transient:
+                    packed.retained.extend(parts)
+                    held += bucket.nbytes
+                    if held > _RETAINED:
+                        self._patiently(lane, channel.flush)
+                        packed.retained.clear()
+                        held = 0
+                self._supply.done(lane.number, bucket)
             self._progress()
         if not lane.excluded:
-            self._patiently(lane, lane.opened.channel.flush)
+            self._patiently(lane, channel.flush)
+
+    def _mirror(self, lane: Lane, replay: ChannelReplay, fed: bool) -> Mirror | None:
+        """Where the lane's buckets are copied to; ``None`` if its transport reads the source's memory where it lies."""
+        capabilities = lane.opened.transport.capabilities
+        kinds = capabilities.device_kinds
+        if not capabilities.moves_bytes or not lane.buckets or self._supply.device_kinds <= kinds:
+            return None
+        slots = _ROTATION + 1 if fed else 3  # one being filled, one sent, and what waits to be hashed
+        slot_bytes = max(b.nbytes for b in lane.buckets)
+        mirror = replay.mirror
+        if mirror is None or mirror.slot_bytes < slot_bytes or mirror.slots < slots:
+            mirror = replay.mirror = Mirror(slot_bytes, slots)
+        mirror.reset()
+        self._mirrors.append(mirror)
+        return mirror
 
     def _patiently(self, lane: Lane, step: Callable[[], None]) -> None:
         """Run a data call; after a lost peer wait until it is excluded, if that may happen, and run it again."""

@@ -11,7 +11,7 @@ Metadata is read afresh for every publish; a changed model makes a new manifest.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from weightplane.controlplane.core.placement import Box, Piece, Placement, full_
 from weightplane.transports.dtypes import dtype_of
 
 from .naming import WRAPPERS, CastRule, NameMap, NameRules, SourceError, meta_of, storage_key
+from .produced import NOTHING_QUEUED, Produced
 
 __all__ = ["Local", "ModuleSource", "NamedTensors", "Source", "StateDictSource", "member_name", "module_tensors"]
 
@@ -63,6 +64,14 @@ class Source(ABC):
         """Entry ``index`` (a root, never an alias) of the last ``manifest()`` as it is held here: any strides, dtype of
         the manifest, shape of the box. ``KeyError`` if this rank holds nothing of it. Any thread."""
 
+    def held(self) -> Sequence[torch.Tensor | None] | None:
+        """What ``tensor`` gives, by manifest index (``None``: not held here, or an alias): this source's own, live
+        memory. No list at all (the default) if ``tensor`` makes new memory, or may give other tensors each time.
+
+        A publisher then uses again what it worked out for them, for as long as they are the memory that they were.
+        """
+        return None
+
     @property
     def transient(self) -> bool:
         """Whether ``tensor`` makes new memory at each call (a cast does): callers then keep results no longer than
@@ -77,6 +86,12 @@ class Source(ABC):
     def settle(self) -> None:
         """Wait until work queued on this thread's devices has written the tensors. Does nothing for CPU tensors."""
         return None
+
+    def produced(self) -> Produced:
+        """When what this thread has queued on the devices of the last ``manifest()``'s tensors will have written them;
+        called at the start of a publish, in its caller's thread. The default waits here and now (``settle``)."""
+        self.settle()
+        return NOTHING_QUEUED
 
 
 class NamedTensors(Source):
@@ -129,6 +144,10 @@ class NamedTensors(Source):
             raise KeyError(meta.name)
         return cast_to(tensor, meta), full_box(meta.shape)
 
+    def held(self) -> Sequence[torch.Tensor | None] | None:
+        """See ``Source``; none if it casts, or if a subclass has a ``tensor`` of its own."""
+        return self._tensors if not self.transient and type(self).tensor is NamedTensors.tensor else None
+
     @property
     def transient(self) -> bool:
         """See ``Source``."""
@@ -142,6 +161,10 @@ class NamedTensors(Source):
     def settle(self) -> None:
         """See ``Source``."""
         settle_devices(self._tensors)
+
+    def produced(self) -> Produced:
+        """See ``Source``."""
+        return Produced({t.device for t in self._tensors if t is not None})
 
     def end(self) -> None:
         """See ``Source``."""
@@ -172,6 +195,10 @@ class StateDictSource(NamedTensors):
     ) -> None:
         super().__init__(rename=rename, cast=cast, strip=strip, manifest=manifest)
         self._state = state
+
+    def held(self) -> Sequence[torch.Tensor | None] | None:
+        """See ``Source``; none of a callable, which may well make its tensors anew."""
+        return super().held() if isinstance(self._state, Mapping) else None
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``NamedTensors``."""

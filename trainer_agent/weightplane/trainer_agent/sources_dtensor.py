@@ -8,7 +8,7 @@ is refused by name; so is a strided shard, whose local rows are not one box (gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -18,6 +18,7 @@ from weightplane.controlplane.core.placement import Box, Piece, Placement, full_
 from weightplane.transports.dtypes import check_movable, name_of
 
 from .naming import WRAPPERS, CastRule, NameMap, NameRules, SourceError, storage_key
+from .produced import Produced
 from .sources import Local, Source, cast_to, device_kind, member_name, module_tensors, settle_devices
 
 __all__ = ["DTensorSource", "local_box"]
@@ -85,6 +86,12 @@ class DTensorSource(Source):
         """See ``Source``."""
         self._locals = []
 
+    def held(self) -> Sequence[torch.Tensor | None] | None:
+        """See ``Source``; none if it casts, or asks a callable, which may well make its tensors anew."""
+        if self.transient or not isinstance(self._model, torch.nn.Module | Mapping):
+            return None
+        return [local[0] if local is not None else None for local in self._locals]
+
     @property
     def transient(self) -> bool:
         """See ``Source``."""
@@ -98,6 +105,10 @@ class DTensorSource(Source):
     def settle(self) -> None:
         """See ``Source``."""
         settle_devices(local[0] if local is not None else None for local in self._locals)
+
+    def produced(self) -> Produced:
+        """See ``Source``."""
+        return Produced({local[0].device for local in self._locals if local is not None})
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(self._model, torch.nn.Module):

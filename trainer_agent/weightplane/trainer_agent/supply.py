@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from weightplane.controlplane.core.plan import Bucket, Plan
+from weightplane.transports.identity import MemoryWatch
 
+from . import replay as replays
 from .naming import SourceError
 from .sources import Local, Source
 from .stop import Stop
@@ -26,9 +28,17 @@ def needs(plan: Plan, bucket: Bucket) -> set[int]:
 
 
 class Supply(ABC):
-    """Gives each lane the tensors of its next bucket. ``take`` and ``done`` come in bucket order, a thread per lane."""
+    """Gives each lane the tensors of its next bucket. ``take`` and ``done`` come in bucket order, a thread per lane.
+
+    A lane does not ask for buckets that it replays: ``watch`` has looked at the tensors of ``source`` for this update,
+    if they stay from update to update.
+    """
 
     transient: bool
+    source: Source
+    watch: MemoryWatch | None = None
+    #: The kinds of device (``"cpu"``, ``"cuda"``) that tensors may lie on.
+    device_kinds: frozenset[str]
 
     @abstractmethod
     def take(self, lane: int, bucket: Bucket) -> Mapping[int, Local | Sequence[Local]]:
@@ -46,9 +56,13 @@ class Supply(ABC):
 class DirectSupply(Supply):
     """A source that has its tensors at hand. What a cast makes is kept per lane until its last bucket."""
 
-    def __init__(self, source: Source, work: Sequence[Work]) -> None:
-        self._source, self._work = source, work
+    def __init__(self, source: Source, work: Sequence[Work], *, replay: bool = True) -> None:
+        """``replay`` off: nothing of the source is kept from update to update."""
+        self.source, self._work = source, work
         self.transient = source.transient
+        self.watch = replays.watch(source) if replay else None
+        kinds = self.watch.device_kinds if self.watch is not None else {"cpu", source.device_kind}
+        self.device_kinds = frozenset(kinds)
         self._cast: list[dict[int, Local | Sequence[Local]]] = [{} for _ in work]
         self._last: list[dict[int, int]] = [{} for _ in work]
         if self.transient:
@@ -60,10 +74,10 @@ class DirectSupply(Supply):
         """See ``Supply``."""
         wanted = needs(self._work[lane][0], bucket)
         if not self.transient:
-            return {i: self._source.tensor(i) for i in wanted}
+            return {i: self.source.tensor(i) for i in wanted}
         held = self._cast[lane]
         for i in wanted - held.keys():
-            held[i] = self._source.tensor(i)
+            held[i] = self.source.tensor(i)
         return {i: held[i] for i in wanted}
 
     def done(self, lane: int, bucket: Bucket) -> None:
@@ -86,8 +100,9 @@ class GatherSupply(Supply):
     bucket of any lane that needs it is done.
     """
 
-    def __init__(self, work: Sequence[Work], stop: Stop, room: int) -> None:
+    def __init__(self, work: Sequence[Work], stop: Stop, room: int, device_kind: str = "cpu") -> None:
         self.transient = True
+        self.device_kinds = frozenset({"cpu", device_kind})
         self._work, self._stop, self._room = work, stop, room
         self._lock = threading.Lock()
         self._uses: list[dict[int, int]] = []  # by lane: root -> buckets that still need it

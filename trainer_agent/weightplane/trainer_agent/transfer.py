@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.plan import Bucket, Plan, Segment
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.failpoints import hit
 from weightplane.transports.base import ArmToken
-from weightplane.transports.buckets import SourceSpans, buckets_from
+from weightplane.transports.buckets import SourceSpans
 from weightplane.transports.digest import digest_spans
 from weightplane.v1 import agent_pb2, common_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
@@ -20,6 +21,8 @@ from weightplane.v1 import weight_transfer_pb2 as wt
 from .context import Rank, UpdateEnded, UserCode
 from .errors import RpcRefused
 from .hashing import RegionDigests
+from .produced import NOTHING_QUEUED, Produced
+from .replay import of_channel
 from .sending import Lane, Sending
 from .sources import Source
 from .sources_gather import GatherSource
@@ -47,8 +50,14 @@ class Transfer:
         deadline: float,
         stop: Stop,
         on_error: Callable[[BaseException], None],
+        produced: Produced = NOTHING_QUEUED,
+        *,
+        hold_source: bool = True,
     ) -> None:
+        """``produced``: what the caller had queued when it published. ``hold_source``: what is worked out for the
+        source's memory may be kept for the next update, and that memory with it."""
         self._rank, self._source, self._manifest = rank, source, manifest
+        self._produced, self._hold_source = produced, hold_source
         self._answer, self._plans, self._deadline = answer, plans, deadline
         self._stop, self._on_error = stop, on_error
         self._sending: list[Sending] = []
@@ -56,9 +65,16 @@ class Transfer:
         self._units = 0
         self.user_code = UserCode()
         self.armed: list[str] = []  # channels whose buckets everyone has heard of
-        hashes = answer.verify != common_pb2.VERIFY_LEVEL_OFF
-        share = not isinstance(source, GatherSource)  # a gathered tensor is gone when another lane would owe its digest
-        self._digests = RegionDigests(list(plans.values()), rank.member, share=share) if hashes else None
+        self._digests: RegionDigests | None = None
+        if answer.verify != common_pb2.VERIFY_LEVEL_OFF:
+            sampled = answer.verify == common_pb2.VERIFY_LEVEL_SAMPLED
+            self._digests = RegionDigests(
+                list(plans.values()),
+                rank.member,
+                share=not isinstance(source, GatherSource),  # a tensor is gone when another lane would owe its digest
+                update_id=answer.update_id,
+                verify=Verify.SAMPLED if sampled else Verify.FULL,
+            )
 
     def run(self) -> None:
         """Everything: when it returns, every receiver has read every byte and the digests are in.
@@ -95,16 +111,23 @@ class Transfer:
         end = time.monotonic() + seconds
         return not [s for s in self._sending if not s.join(max(0.0, end - time.monotonic()))]
 
+    @property
+    def mirrored(self) -> tuple[int, float]:
+        """See ``Sending.mirrored``; of all calls."""
+        found = [s.mirrored for s in self._sending]
+        return sum(n for n, _ in found), sum(seconds for _, seconds in found)
+
     # --- parts ---
 
     def _arm(self, channels: Sequence[str]) -> list[Lane]:
         r = self._rank
         token = ArmToken(self._answer.update_id, self._answer.epoch, r.generation)
         lanes: list[Lane] = []
+        self._produced.order()
         for channel_id in channels:
             plan = self._plans[channel_id]
-            buckets = buckets_from(plan, r.member)
             opened = r.pool.open(channel_id)
+            buckets = of_channel(opened.channel, plan, self._manifest, r.member).buckets
             opened.channel.arm(token, buckets, self._deadline)
             lanes.append(Lane(len(lanes), opened, plan, buckets))
         return lanes
@@ -142,18 +165,20 @@ class Transfer:
         work = [(x.plan, () if x.ended else x.buckets) for x in lanes]
         gathers = source if isinstance(source, GatherSource) else None
         alone = gathers is not None and gathers.device_kind != "cpu"
-        window = GatherSupply(work, stop, 0 if alone else _PREFETCH) if gathers is not None else None
+        room = 0 if alone else _PREFETCH
+        window = GatherSupply(work, stop, room, gathers.device_kind) if gathers is not None else None
         tolerant = self._answer.commit_policy.WhichOneof("policy") == "at_least"
         sending = Sending(
             lanes,
             self._manifest,
-            window or DirectSupply(source, work),
+            window or DirectSupply(source, work, replay=self._hold_source),
             self._digests,
             stop,
             tolerant_s=2 * self._rank.ttl_s if tolerant else 0.0,
             one_at_a_time=alone,
             progress=self._count,
             on_error=self._on_error,
+            produced=self._produced,
         )
         self._sending.append(sending)
         if self._excluded:

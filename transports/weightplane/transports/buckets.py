@@ -185,6 +185,18 @@ class SourceSpans(_Spans):
                 out.append(span)
         return out
 
+    def live(self, region: int) -> torch.Tensor | None:
+        """The bytes of a region where a local tensor holds them, as a 1-D uint8 view; ``None`` if they do not lie so
+        (strided, or lazily conjugated). Keeps that memory alive. Raises ``SpanError`` as ``spans``."""
+        want = self.plan.regions[region]
+        found = _lookup(self._tensors, want.tensor)
+        for tensor, box in found:
+            if _inside(want.box, box):
+                self._check(want.tensor, tensor, box)
+                view = _sub(tensor.detach(), box, want.box)
+                return flat_bytes(view) if is_row_major(view) else None
+        raise self._lacks(want, found)
+
     def _region(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A region of a local tensor, and its live bytes if they are contiguous."""
         region = self.plan.regions[index]
@@ -204,9 +216,12 @@ class SourceSpans(_Spans):
                 if isinstance(self._tensors, dict) and view.data_ptr() == tensor.data_ptr():
                     self._views[index] = (tensor, _state(tensor), flat)
                 return view, flat
+        raise self._lacks(region, found)
+
+    def _lacks(self, region: Region, found: Sequence[Local]) -> SpanError:
         held = [list(box) for _, box in found] or "nothing"
         name = self.manifest.tensors[region.tensor].name
-        raise SpanError(f"tensor {name!r}: {self.member!r} must send box {list(region.box)} but holds {held}")
+        return SpanError(f"tensor {name!r}: {self.member!r} must send box {list(region.box)} but holds {held}")
 
 
 def _state(tensor: torch.Tensor) -> tuple[object, ...]:
