@@ -24,7 +24,7 @@ from .caches import Newest
 from .engines.base import Description, Engine, EngineUpdate, Reception
 from .faults import Refusal, failure_of
 from .pauses import Pauses
-from .receipts import Ledger, Sink, WorkerPlan, receipt_pages
+from .receipts import Ledger, RegionMemory, Sink, WorkerPlan, receipt_pages
 from .rpc import Abandoned, AgentCalls
 from .threads import WorkThread, detached
 from .transfer import Channels, LocalWorker, Transfer, Worker
@@ -264,7 +264,8 @@ class Operations:
         plan = self._plan(t, manifest)
         as_they_come = not t.in_place or self._engine.evidence < Evidence.LIVE  # who cannot read back hashes at once
         for w, member in enumerate(self.members):
-            key = (plan.id, member, t.want.mode, t.layout)
+            kinds = self._channels.device_kinds(channel.transport)
+            key = (plan.id, member, t.want.mode, t.layout, kinds)
             reception = Reception(
                 t.update_id, self._group, member, self._data[w], channel, plan, manifest, t.want.verify, as_they_come
             )
@@ -274,10 +275,10 @@ class Operations:
                 continue
             if key not in self._shares:
                 fresh = WorkerPlan(plan, manifest, member)
-                self._shares.keep(key, (fresh, Sink(fresh, self._engine.targets(w))))
+                self._shares.keep(key, (fresh, Sink(fresh, self._engine.targets(w), kinds)))
             share, sink = self._shares[key]
             opened = self._data[w].submit(lambda m=member: self._channels.get(channel, m)).result()  # type: ignore[misc]
-            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come)
+            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come, sink)
             t.add(LocalWorker(member, self._data[w], opened, share, opened.bytes_landed, sink, ledger))
 
     def _arm(self, t: Transfer, seq: int) -> None:
@@ -314,7 +315,7 @@ class Operations:
     def _complete(self, w: Worker) -> None:
         """Refuse to vote short of the plan, or when the transport moved other than it said."""
         names = w.missing()
-        planned = sum(b.nbytes for b in w.share.buckets)
+        planned = w.share.nbytes
         message = ""
         if names:
             message = f"{w.member}: bytes of {len(names)} tensor(s) are missing: {', '.join(map(repr, names[:5]))}"
@@ -331,8 +332,7 @@ class Operations:
             assert isinstance(w, LocalWorker)
             key = (w.share.plan.id, w.member, t.layout)
             if key not in self._live:
-                share, live = w.share, self._engine.live(i)
-                self._live.keep(key, {region: share.memory(region, live) for region in share.regions})
+                self._live.keep(key, RegionMemory(w.share, self._engine.live(i)))
             w.ledger.read_back(self._live[key])
 
     def _apply(self, t: Transfer) -> None:

@@ -5,10 +5,8 @@ One ``Ledger`` per worker and update, used by one thread at a time.
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,24 +15,20 @@ import torch
 from weightplane.controlplane.core.manifest import DTYPE_BYTES, Manifest
 from weightplane.controlplane.core.model import Evidence, Verify
 from weightplane.controlplane.core.placement import Box
-from weightplane.controlplane.core.plan import Bucket, Plan
+from weightplane.controlplane.core.plan import Bucket, Plan, Segment
 from weightplane.controlplane.core.verify import sampled_regions
-from weightplane.transports.buckets import SinkSpans
-from weightplane.transports.digest import Digest, digest_bytes, digest_spans, digest_tensor, memory_of
-from weightplane.transports.dtypes import flat_bytes, is_row_major
+from weightplane.transports.digest import LEAF_BYTES, digest_bytes
+from weightplane.transports.digest_cuda import PartDigest, RegionGroup, digest_tensors
 from weightplane.v1 import update_pb2
 
 from . import codec
 from .engines.base import EngineError, LocalTensors
+from .regions import RegionMemory
+from .sink import Sink
 
-__all__ = ["Ledger", "Memory", "Sink", "WorkerPlan", "receipt_pages"]
+__all__ = ["Ledger", "RegionMemory", "Sink", "WorkerPlan", "receipt_pages"]
 
 _PAGE_DIGESTS = 100_000
-_THREADS = 4
-_WORTH_THREADS = 32 << 20
-
-#: A region's bytes: a tensor (which keeps them alive), and its memory if it is one piece of host memory.
-Memory = tuple[torch.Tensor, memoryview | None]
 
 
 @dataclass(frozen=True)
@@ -74,9 +68,25 @@ class WorkerPlan:
             if local is not None and local[1] == r.piece_box:
                 yield _cut(local[0], r.piece_box, r.box)
 
-    def memory(self, region: int, tensors: LocalTensors) -> list[Memory]:
-        """The bytes of every view that holds the region: where they lie in one piece of host memory, as they lie."""
-        return [_memory(home) for home in self.homes(region, tensors)]
+    @cached_property
+    def cuts(self) -> dict[int, tuple[Segment, ...]]:
+        """By bucket: the segments that are not whole regions; the order of their buckets matters."""
+        regions = self.plan.regions
+        return {b.index: tuple(s for s in b.segments if s.nbytes != regions[s.region].nbytes) for b in self.buckets}
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Payload bytes that it receives."""
+        return sum(b.nbytes for b in self.buckets)
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements that it receives."""
+        return sum(self.elements_in(r, self.plan.regions[r].nbytes) for r in self.regions)
+
+    def elements_in(self, region: int, nbytes: int) -> int:
+        """Elements in so many bytes of a region."""
+        return nbytes // DTYPE_BYTES[self.manifest.tensors[self.plan.regions[region].tensor].dtype]
 
     def hashed(self, update_id: str, verify: Verify) -> frozenset[int]:
         """The regions whose digests count at this level."""
@@ -94,125 +104,139 @@ def _cut(tensor: torch.Tensor, have: Box, want: Box) -> torch.Tensor:
     return tensor
 
 
-def _memory(home: torch.Tensor) -> Memory:
-    if home.device.type != "cpu" or not is_row_major(home):
-        return home, None
-    flat = flat_bytes(home.detach())
-    return flat, memory_of(flat)
+class Ledger:
+    """What one worker got of one update: bytes per region, and their digests as they came (``as_they_come``).
 
-
-def _digest(m: Memory, name: str) -> int:
-    return digest_bytes(m[1]) if m[1] is not None else digest_tensor(m[0], name)
-
-
-class Sink:
-    """Where one worker's bytes go. What a bucket's spans are is found once and replayed while the targets stay.
-
-    A bucket all of whose spans are the targets' own memory needs no scattering and is handed out again as it is;
-    any other goes through ``SinkSpans`` each time. One thread; every ``spans`` is followed by its ``complete``.
+    ``sink``: where the bytes are put. With it, what lands in a device's memory is hashed there, region by region.
     """
 
-    def __init__(self, share: WorkerPlan, targets: LocalTensors) -> None:
-        self._share, self._targets = share, targets
-        self._sink = SinkSpans(share.plan, share.manifest, share.member, targets)
-        self._direct: dict[int, tuple[list[torch.Tensor], list[memoryview | None]] | None] = {}
-
-    def spans(self, bucket: Bucket) -> tuple[list[torch.Tensor], Sequence[memoryview | None]]:
-        """The bucket's spans, and their memory where it is host memory that stays."""
-        known = self._direct.get(bucket.index)
-        if known is not None:
-            return known
-        spans = self._sink.spans(bucket)
-        if bucket.index not in self._direct:
-            direct = all(self._is_direct(r) for r in {s.region for s in bucket.segments})
-            on_host = [memory_of(s, writable=True) if s.device.type == "cpu" else None for s in spans] if direct else []
-            self._direct[bucket.index] = (spans, on_host) if direct else None
-        return spans, [None] * len(spans)
-
-    def complete(self, bucket: Bucket) -> None:
-        """The spans are filled: scatter what is not direct."""
-        if self._direct.get(bucket.index) is None:
-            self._sink.complete(bucket)
-
-    def _is_direct(self, region: int) -> bool:
-        homes = list(self._share.homes(region, self._targets))
-        return is_row_major(homes[0]) and len({(h.data_ptr(), h.stride()) for h in homes}) == 1
-
-
-class Ledger:
-    """What one worker got of one update: bytes per region, and their digests as they came (``as_they_come``)."""
-
-    def __init__(self, share: WorkerPlan, update_id: str, verify: Verify, as_they_come: bool) -> None:
+    def __init__(
+        self, share: WorkerPlan, update_id: str, verify: Verify, as_they_come: bool, sink: Sink | None = None
+    ) -> None:
         self.share = share
         self._verify = verify
         self._wanted = share.hashed(update_id, verify)
-        self._hash = as_they_come
-        self._landed: dict[int, int] = {}
-        self._open: dict[int, Digest] = {}
-        self.digests: dict[int, int] = {}
+        self._hash = as_they_come and bool(self._wanted)
+        self._fed: set[int] = set()
+        self._cut: dict[int, int] = {}  # bytes in place of regions that come in parts
+        self._open: dict[int, PartDigest] = {}
+        self._digests: dict[int, int] = {}
+        self._arrivals = sink.arrivals if sink is not None and self._hash else None
+        arrivals = self._arrivals
+        self._left = list(arrivals.needs) if arrivals is not None else []
+        self._started: list[RegionGroup] = []
+        self._all_device = arrivals is not None and len(arrivals.flats) == len(share.regions)
 
     def feed(self, bucket: Bucket, spans: Sequence[torch.Tensor], memory: Sequence[memoryview | None]) -> None:
-        """A bucket is in place: count it and hash what lies in its spans. Buckets come once, in plan order."""
+        """A bucket is in place: count it and hash what lies in its spans. Each comes once; parts of a region in order.
+
+        Costs next to nothing where nothing is hashed as it comes, or all of it on a device.
+        """
+        if bucket.index in self._fed:
+            raise self._out_of_order(bucket, bucket.segments[0])
+        for segment in self.share.cuts[bucket.index]:
+            if self._cut.get(segment.region, 0) != segment.offset:
+                raise self._out_of_order(bucket, segment)
+            self._cut[segment.region] = segment.offset + segment.nbytes
+        self._fed.add(bucket.index)
+        if not self._hash:
+            return
+        if self._arrivals is not None and len(self._wanted) == len(self.share.regions):
+            for g in self._arrivals.closes[bucket.index]:
+                self._left[g] -= 1
+                if not self._left[g]:
+                    self._arrivals.groups[g].start()
+                    self._started.append(self._arrivals.groups[g])
+        if not self._all_device:
+            self._hash_spans(bucket, spans, memory)
+
+    def _out_of_order(self, bucket: Bucket, segment: Segment) -> EngineError:
+        name, size = self.share.name(segment.region), self.share.plan.regions[segment.region].nbytes
+        before = self._cut.get(segment.region, size)
+        return EngineError(
+            f"tensor {name!r}: {before} bytes are in place and bucket {bucket.index} goes on at {segment.offset}",
+            [name],
+        )
+
+    def _hash_spans(self, bucket: Bucket, spans: Sequence[torch.Tensor], memory: Sequence[memoryview | None]) -> None:
+        elsewhere = self._arrivals.flats if self._arrivals is not None else {}
+        plan, on_device = self.share.plan, []
         for segment, span, view in zip(bucket.segments, spans, memory, strict=True):
-            i, region = segment.region, self.share.plan.regions[segment.region]
-            before = self._landed.get(i, 0)
-            if before != segment.offset:
-                raise EngineError(
-                    f"tensor {self.share.name(i)!r}: {before} bytes are in place and bucket {bucket.index} goes on at "
-                    f"{segment.offset}",
-                    [self.share.name(i)],
-                )
-            self._landed[i] = before + segment.nbytes
-            if not self._hash or i not in self._wanted:
+            i, size = segment.region, plan.regions[segment.region].nbytes
+            if i not in self._wanted or i in elsewhere:
                 continue
-            if segment.nbytes == region.nbytes:
-                self.digests[i] = digest_bytes(view) if view is not None else digest_spans([span])
+            if segment.nbytes == size:
+                if view is not None:
+                    self._digests[i] = digest_bytes(view)
+                else:
+                    on_device.append((i, span))
                 continue
-            digest = self._open.setdefault(i, Digest())
-            digest.update(span if view is None else view)
-            if digest.nbytes == region.nbytes:
-                self.digests[i] = self._open.pop(i).value
+            if i not in self._open:
+                self._open[i] = PartDigest(span.device, size, aligned=plan.bucket_bytes >= LEAF_BYTES)
+            self._open[i].update(span)
+            if self._open[i].nbytes == size:
+                self._digests[i] = self._open.pop(i).value
+        if on_device:
+            values = digest_tensors([span for _, span in on_device])
+            self._digests.update(zip((i for i, _ in on_device), values, strict=True))
+
+    @property
+    def digests(self) -> dict[int, int]:
+        """By region. Waits for what is being hashed on devices; of regions of which bytes are missing there is none."""
+        arrivals = self._arrivals
+        if arrivals is not None and len(self._wanted) < len(self.share.regions) and not self.missing():
+            self._started, self._arrivals = arrivals.sample(self._wanted), None
+            for group in self._started:
+                group.start()
+        for group in self._started:
+            self._digests.update(zip(group.keys, group.values(), strict=True))
+        self._started = []
+        return self._digests
 
     @property
     def nbytes(self) -> int:
         """Payload bytes counted."""
-        return sum(self._landed.values())
+        return sum(b.nbytes for b in self.share.buckets if b.index in self._fed)
 
     @property
     def elements(self) -> int:
-        """Elements of the regions that are whole."""
-        plan, manifest = self.share.plan, self.share.manifest
-        return sum(n // DTYPE_BYTES[manifest.tensors[plan.regions[i].tensor].dtype] for i, n in self._landed.items())
+        """Elements in place."""
+        if len(self._fed) == len(self.share.buckets):
+            return self.share.elements
+        return sum(self.share.elements_in(r, n) for r, n in self._landed().items())
+
+    def _landed(self) -> dict[int, int]:
+        """Bytes in place, by region."""
+        out: dict[int, int] = {}
+        for bucket in self.share.buckets:
+            if bucket.index in self._fed:
+                for s in bucket.segments:
+                    out[s.region] = out.get(s.region, 0) + s.nbytes
+        return out
 
     def missing(self) -> list[str]:
         """Names of the tensors of which bytes are missing."""
-        regions = self.share.plan.regions
-        short = (i for i in self.share.regions if self._landed.get(i, 0) != regions[i].nbytes)
+        if len(self._fed) == len(self.share.buckets):
+            return []
+        regions, landed = self.share.plan.regions, self._landed()
+        short = (i for i in self.share.regions if landed.get(i, 0) != regions[i].nbytes)
         return list(dict.fromkeys(self.share.name(i) for i in short))
 
-    def read_back(self, live: Mapping[int, Sequence[Memory]]) -> None:
+    def read_back(self, live: RegionMemory) -> None:
         """Take the digests from live memory, under every name; raise ``EngineError`` naming what differs.
 
         Where digests were taken as the bytes came, live memory must have the same; else the live ones are the record,
-        and two homes of one region must agree. ``live``: the memory of each region; hashed by a few threads at once.
+        and two homes of one region must agree.
         """
         wanted = [i for i in self.share.regions if i in self._wanted]
-        found: dict[int, list[int]] = {}
-
-        def hash_some(some: Sequence[int]) -> None:
-            for i in some:
-                found[i] = [_digest(m, self.share.name(i)) for m in live[i]]
-
-        threads = min(_THREADS, os.cpu_count() or 1)
-        if threads > 1 and sum(self.share.plan.regions[i].nbytes for i in wanted) > _WORTH_THREADS:
-            with ThreadPoolExecutor(threads, "weightplane-readback") as pool:
-                list(pool.map(hash_some, self._evenly(wanted, threads)))
-        else:
-            hash_some(wanted)
+        found, known = live.digests(wanted), self.digests
+        if wanted and not known and all(len(found[i]) == 1 for i in wanted):
+            known.update((i, found[i][0]) for i in wanted)
+            return
         wrong = [
             self.share.name(i)
             for i in wanted
-            if not found[i] or any(d != self.digests.setdefault(i, found[i][0]) for d in found[i])
+            if not found[i] or any(d != known.setdefault(i, found[i][0]) for d in found[i])
         ]
         if wrong:
             names = list(dict.fromkeys(wrong))
@@ -221,22 +245,12 @@ class Ledger:
                 names,
             )
 
-    def _evenly(self, regions: Sequence[int], parts: int) -> list[list[int]]:
-        """Largest first, each to the part that has least."""
-        plan = self.share.plan.regions
-        out: list[list[int]] = [[] for _ in range(parts)]
-        load = [0] * parts
-        for i in sorted(regions, key=lambda i: -plan[i].nbytes):
-            least = load.index(min(load))
-            out[least].append(i)
-            load[least] += plan[i].nbytes
-        return out
-
     def packed(self) -> array[int]:
         """The digests in receipt order; 0 where nothing was asked. Empty when the level is OFF."""
         if self._verify is Verify.OFF:
             return array("Q")
-        return array("Q", [self.digests.get(i, 0) for i in self.share.regions])
+        found = self.digests
+        return array("Q", [found.get(i, 0) for i in self.share.regions])
 
 
 def receipt_pages(

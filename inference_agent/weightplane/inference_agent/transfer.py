@@ -136,6 +136,13 @@ class Channels:
             self._open[c.channel_id, member] = channel
         return channel
 
+    def device_kinds(self, transport: str) -> frozenset[str]:
+        """The devices whose memory a transport can write; all of them if it moves no bytes, or is not enabled here."""
+        found = self._transports.get(transport)
+        if found is None or not found.capabilities.moves_bytes:
+            return frozenset({"cpu", "cuda"})
+        return found.capabilities.device_kinds
+
     def forget(self, channels: Sequence[ReceiveChannel]) -> None:
         """Use these no more, without closing them: somebody may still be inside."""
         with self._lock:

@@ -17,8 +17,8 @@ from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.placement import Box
 from weightplane.controlplane.core.plan import Bucket, Plan, Segment
 from weightplane.controlplane.core.verify import sampled_regions
-from weightplane.transports.digest import LEAF_BYTES, Digest, digest_bytes, memory_of
-from weightplane.transports.digest_cuda import RegionHasher, digest_tensors, grouped, unusable
+from weightplane.transports.digest import LEAF_BYTES, digest_bytes, memory_of
+from weightplane.transports.digest_cuda import PartDigest, digest_tensors, grouped, unusable
 from weightplane.transports.identity import LiveSpans
 
 from .replay import ChannelReplay, LiveGroups
@@ -130,7 +130,7 @@ class LaneHasher:
         self._plan, self._found, self._skip = plan, digests.found, skip
         self._mine = digests.mine(plan)
         self._queue: queue.Queue[tuple[Bucket, Sequence[torch.Tensor]] | None] = queue.Queue(_QUEUED)
-        self._open: dict[int, _Cut] = {}
+        self._open: dict[int, PartDigest] = {}
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"weightplane-hash-{lane}", daemon=True)
         self._thread.start()
@@ -176,7 +176,7 @@ class LaneHasher:
         cut = self._open.get(region)
         if cut is None:
             aligned = self._plan.bucket_bytes >= LEAF_BYTES  # then the planner cuts between leaves
-            cut = self._open[region] = _Cut(span.device, size, aligned)
+            cut = self._open[region] = PartDigest(span.device, size, aligned=aligned)
         if cut.nbytes != segment.offset:
             raise RuntimeError(
                 f"bucket {bucket.index}: region {region} goes on at byte {segment.offset}, "
@@ -194,31 +194,6 @@ def _memory(spans: Sequence[torch.Tensor]) -> Sequence[memoryview | None]:
     if spans.memory is None and all(s.device.type == "cpu" for s in spans):
         spans.memory = list(map(memory_of, spans))
     return spans.memory if spans.memory is not None else [None] * len(spans)
-
-
-class _Cut:
-    """The digest of a region that comes in parts."""
-
-    def __init__(self, device: torch.device, size: int, aligned: bool) -> None:
-        self.nbytes = 0
-        self._digest, self._hasher = Digest(), None
-        if device.type == "cuda" and aligned and not unusable(device):
-            self._hasher = RegionHasher(device, [size])
-            self._hasher.begin()
-
-    def update(self, span: torch.Tensor) -> None:
-        """The next part; it may change afterwards."""
-        if self._hasher is not None:
-            self._hasher.launch(self._hasher.table([(0, self.nbytes, span.data_ptr(), span.numel())]))
-            self._hasher.wait()
-        else:
-            self._digest.update(span)
-        self.nbytes += span.numel()
-
-    @property
-    def value(self) -> int:
-        """The digest, once it is whole."""
-        return self._digest.value if self._hasher is None else self._hasher.values()[0]
 
 
 def live_groups(replay: ChannelReplay, digests: RegionDigests) -> LiveGroups:

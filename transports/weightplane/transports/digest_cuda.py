@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import xxhash
 
-from .digest import LEAF_BYTES, digest_tensor, memory_of
+from .digest import LEAF_BYTES, Digest, digest_tensor, memory_of
 from .dtypes import flat_bytes, is_row_major
 
-__all__ = ["LeafTable", "Part", "RegionGroup", "RegionHasher", "digest_tensors", "grouped", "unusable"]
+__all__ = ["LeafTable", "Part", "PartDigest", "RegionGroup", "RegionHasher", "digest_tensors", "grouped", "unusable"]
 
 log = logging.getLogger(__name__)
 
@@ -236,6 +236,34 @@ def grouped(regions: Iterable[tuple[int, torch.Tensor]], group_bytes: int) -> li
         groups[-1].append((key, flat))
         size[flat.device] += flat.numel()
     return [RegionGroup(device, group) for device, groups in by_device.items() for group in groups]
+
+
+class PartDigest:
+    """The digest of a region whose bytes pass in parts, in order. One thread.
+
+    ``size``: its bytes. On a device its parts are hashed there if they are cut between leaves (``aligned``).
+    """
+
+    def __init__(self, device: torch.device, size: int, *, aligned: bool) -> None:
+        self.nbytes = 0
+        self._digest, self._hasher = Digest(), None
+        if device.type == "cuda" and aligned and not unusable(device):
+            self._hasher = RegionHasher(device, [size])
+            self._hasher.begin()
+
+    def update(self, part: torch.Tensor) -> None:
+        """The next bytes, as a contiguous 1-D uint8 tensor that is complete; it may change afterwards."""
+        if self._hasher is not None:
+            self._hasher.launch(self._hasher.table([(0, self.nbytes, part.data_ptr(), part.numel())]))
+            self._hasher.wait()
+        else:
+            self._digest.update(part)
+        self.nbytes += part.numel()
+
+    @property
+    def value(self) -> int:
+        """The digest, once all bytes have passed."""
+        return self._digest.value if self._hasher is None else self._hasher.values()[0]
 
 
 def _digest_flat(device: torch.device, flat: Sequence[torch.Tensor]) -> list[int]:

@@ -1,0 +1,140 @@
+"""Where a worker's regions lie in its own memory, and what is hashed there: host memory by threads, a device's by a few
+launches from tables that are made once.
+
+One thread at a time per object.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightplane.transports.digest import digest_bytes, digest_tensor, memory_of
+from weightplane.transports.digest_cuda import RegionGroup, grouped, unusable
+from weightplane.transports.dtypes import flat_bytes, is_row_major
+
+from .engines.base import LocalTensors
+
+if TYPE_CHECKING:
+    from .receipts import WorkerPlan
+
+__all__ = ["Arrivals", "RegionMemory"]
+
+_THREADS = 4
+_WORTH_THREADS = 32 << 20
+_LEAST, _MOST = 256 << 20, 2 << 30  # bytes of a launch: the CPU's part of one overlaps the card's part of the next
+
+#: A region's bytes: a tensor (which keeps them alive), and its memory if it is one piece of host memory.
+_Memory = tuple[torch.Tensor, memoryview | None]
+
+
+def _on_device(home: torch.Tensor) -> bool:
+    return home.device.type == "cuda" and is_row_major(home) and not unusable(home.device)
+
+
+class RegionMemory:
+    """Every home of every region that a worker receives: found once, read again at each update.
+
+    Two names of one memory are one home. ``tensors`` must stay where they are while this is used.
+    """
+
+    def __init__(self, share: WorkerPlan, tensors: LocalTensors) -> None:
+        self._share = share
+        self._host: dict[int, list[_Memory]] = {}
+        self._device: list[tuple[int, torch.Tensor]] = []
+        for region in share.regions:
+            homes = {(h.device, h.data_ptr(), h.shape, h.stride()): h for h in share.homes(region, tensors)}
+            for home in homes.values():
+                if _on_device(home):
+                    self._device.append((region, flat_bytes(home.detach())))
+                else:
+                    self._host.setdefault(region, []).append(_memory(home))
+        self._devices = {flat.device for _, flat in self._device}
+        self._groups = self._grouped(self._device)
+
+    @staticmethod
+    def _grouped(items: list[tuple[int, torch.Tensor]]) -> list[RegionGroup]:
+        return grouped(items, min(max(sum(flat.numel() for _, flat in items) // 6, _LEAST), _MOST))
+
+    def digests(self, wanted: Collection[int]) -> dict[int, list[int]]:
+        """The digest of each home of the regions ``wanted``, as they are now. Work that this thread queued on the
+        devices is waited for."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        some = self._groups
+        if len(wanted) < len(self._share.regions):
+            picked = set(wanted)
+            some = self._grouped([(r, flat) for r, flat in self._device if r in picked])
+        for group in some:
+            group.start()
+        found: dict[int, list[int]] = {r: [] for r in wanted}
+        self._hash_host([r for r in wanted if r in self._host], found)
+        for group in some:
+            for region, value in zip(group.keys, group.values(), strict=True):
+                found[region].append(value)
+        return found
+
+    def _hash_host(self, regions: Sequence[int], found: dict[int, list[int]]) -> None:
+        def hash_some(some: Iterable[int]) -> None:
+            for r in some:
+                for home, view in self._host[r]:
+                    found[r].append(digest_tensor(home, self._share.name(r)) if view is None else digest_bytes(view))
+
+        threads = min(_THREADS, os.cpu_count() or 1)
+        if threads > 1 and sum(self._share.plan.regions[r].nbytes for r in regions) > _WORTH_THREADS:
+            with ThreadPoolExecutor(threads, "weightplane-readback") as pool:
+                list(pool.map(hash_some, self._evenly(regions, threads)))
+        else:
+            hash_some(regions)
+
+    def _evenly(self, regions: Sequence[int], parts: int) -> list[list[int]]:
+        """Largest first, each to the part that has least."""
+        plan = self._share.plan.regions
+        out: list[list[int]] = [[] for _ in range(parts)]
+        load = [0] * parts
+        for i in sorted(regions, key=lambda i: -plan[i].nbytes):
+            least = load.index(min(load))
+            out[least].append(i)
+            load[least] += plan[i].nbytes
+        return out
+
+
+def _memory(home: torch.Tensor) -> _Memory:
+    if home.device.type != "cpu" or not is_row_major(home):
+        return home, None
+    flat = flat_bytes(home.detach())
+    return flat, memory_of(flat)
+
+
+class Arrivals:
+    """The regions whose first home is one piece of a device's memory, in launches that can start once their last bucket
+    has landed.
+
+    ``regions``: those it covers. ``closes``: by bucket, the groups that have bytes in it; ``needs``: by group, in how
+    many buckets.
+    """
+
+    def __init__(self, share: WorkerPlan, targets: LocalTensors) -> None:
+        here: list[tuple[int, torch.Tensor]] = []
+        for region in share.regions:
+            home = min(share.homes(region, targets), key=lambda h: not is_row_major(h), default=None)
+            if home is not None and _on_device(home):
+                here.append((region, flat_bytes(home.detach())))
+        self.groups = grouped(here, _LEAST)
+        self.flats = dict(here)
+        self.closes: dict[int, tuple[int, ...]] = {}
+        self.needs = [0] * len(self.groups)
+        of = {region: g for g, group in enumerate(self.groups) for region in group.keys}
+        for bucket in share.buckets:
+            groups = dict.fromkeys(of[s.region] for s in bucket.segments if s.region in of)
+            self.closes[bucket.index] = tuple(groups)
+            for g in groups:
+                self.needs[g] += 1
+
+    def sample(self, regions: Collection[int]) -> list[RegionGroup]:
+        """Launches for some of the regions."""
+        return grouped([(r, self.flats[r]) for r in regions if r in self.flats], _MOST)
