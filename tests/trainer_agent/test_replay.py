@@ -18,13 +18,14 @@ from weightplane.controlplane.core.planner import make_plan
 from weightplane.controlplane.core.verify import sampled_regions
 from weightplane.trainer_agent import replay
 from weightplane.trainer_agent.channels import OpenChannel
-from weightplane.trainer_agent.hashing import RegionDigests
+from weightplane.trainer_agent.hashing import LaneHasher, RegionDigests
 from weightplane.trainer_agent.sending import Lane, Sending
 from weightplane.trainer_agent.sources import ModuleSource, Source, StateDictSource
 from weightplane.trainer_agent.stop import Stop
 from weightplane.trainer_agent.supply import DirectSupply
+from weightplane.transports import digest_cuda
 from weightplane.transports.base import ArmToken, Capabilities, ChannelSpec, Probe, SendChannel, Transport
-from weightplane.transports.digest import digest_tensor
+from weightplane.transports.digest import digest_spans, digest_tensor
 from weightplane.transports.dtypes import as_bytes
 from weightplane.v1.transport_pb2 import Rendezvous
 
@@ -306,6 +307,72 @@ def test_memory_that_a_transport_cannot_read_is_mirrored_in_reused_slots(buffere
 def test_what_a_transport_can_read_is_not_mirrored() -> None:
     trainer = Trainer(StateDictSource(state()))
     assert trainer.publish().mirrored == (0, 0.0)
+
+
+class Launch:
+    """A ``RegionGroup`` that hashes host memory by the CPU."""
+
+    made = 0
+
+    def __init__(self, device: torch.device, items: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.keys, self._flats = [k for k, _ in items], [t for _, t in items]
+        Launch.made += 1
+
+    def start(self) -> None: ...
+
+    def values(self) -> list[int]:
+        return [digest_spans([t]) for t in self._flats]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> type[Launch]:
+    """The host's memory plays a card's: it is hashed by launches."""
+    Launch.made = 0
+    monkeypatch.setattr(digest_cuda, "on_device", lambda t: True)
+    monkeypatch.setattr(digest_cuda, "RegionGroup", Launch)
+    return Launch
+
+
+def test_device_memory_is_hashed_by_launches_made_once_and_nothing_bucket_by_bucket(
+    card: type[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LaneHasher, "_hash", lambda *a: pytest.fail("hashed by the bucket"))
+    values = state()
+    trainer = Trainer(StateDictSource(values))
+    for _ in range(3):
+        trainer.publish()
+        trainer.check(values)
+        for t in values.values():
+            t.add_(1)
+    assert card.made == 1
+    values["t3"] = torch.randn(8, 4)
+    trainer.publish()
+    trainer.check(values)
+    assert card.made == 2
+    trainer.publish(verify=Verify.SAMPLED)
+    trainer.publish()
+    trainer.check(values)
+    assert card.made == 3, "a sample is another launch, and the one for all stays"
+
+
+def test_what_is_packed_is_hashed_by_the_bucket_and_the_rest_by_launches(card: type[Launch]) -> None:
+    values = {**state(), "t2": torch.randn(4, 8).t(), "t7": torch.randn(30, 40).t()}
+    trainer = Trainer(StateDictSource(values), bucket_bytes=1000)
+    for _ in range(2):
+        trainer.publish()
+        trainer.check(values)
+        for t in values.values():
+            t.add_(1)
+    assert card.made == 1
+
+
+def test_an_error_on_the_card_ends_the_publish(card: type[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Launch) -> list[int]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(Launch, "values", fails)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        Trainer(StateDictSource(state())).publish()
 
 
 def test_a_sample_is_hashed_and_nothing_else() -> None:

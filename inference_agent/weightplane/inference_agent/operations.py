@@ -64,6 +64,7 @@ class Operations:
         self._described, self._shares = Newest(_KEPT), Newest(2 * _KEPT)
         self._live, self._placed = Newest(_KEPT), Newest(_PLACED)
         self._pauses = Pauses(engine, replica_id, emit, self._pause_failed)
+        self._layout = 0
         self._steps = self._last_landed = self._landed_before = 0
         self._closed = False
 
@@ -216,6 +217,10 @@ class Operations:
         want, engine = t.want, self._engine
         manifest = self._manifest(t)
         t.manifest, t.layout = manifest, engine.layout()
+        if t.layout != self._layout:  # what is known of the old memory would keep it
+            self._layout = t.layout
+            self._shares.clear()
+            self._live.clear()
         key = (manifest.id, t.layout)
         said: Description | None = self._described.get(key)
         if said is None:

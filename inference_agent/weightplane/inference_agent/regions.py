@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightplane.transports import digest_cuda
 from weightplane.transports.digest import digest_bytes, digest_tensor, memory_of
-from weightplane.transports.digest_cuda import RegionGroup, grouped, unusable
+from weightplane.transports.digest_cuda import RegionGroup, grouped
 from weightplane.transports.dtypes import flat_bytes, is_row_major
 
 from .engines.base import LocalTensors
@@ -32,10 +33,6 @@ _LEAST, _MOST = 256 << 20, 2 << 30  # bytes of a launch: the CPU's part of one o
 _Memory = tuple[torch.Tensor, memoryview | None]
 
 
-def _on_device(home: torch.Tensor) -> bool:
-    return home.device.type == "cuda" and is_row_major(home) and not unusable(home.device)
-
-
 class RegionMemory:
     """Every home of every region that a worker receives: found once, read again at each update.
 
@@ -49,11 +46,11 @@ class RegionMemory:
         for region in share.regions:
             homes = {(h.device, h.data_ptr(), h.shape, h.stride()): h for h in share.homes(region, tensors)}
             for home in homes.values():
-                if _on_device(home):
+                if digest_cuda.on_device(home):
                     self._device.append((region, flat_bytes(home.detach())))
                 else:
                     self._host.setdefault(region, []).append(_memory(home))
-        self._devices = {flat.device for _, flat in self._device}
+        self._devices = {flat.device for _, flat in self._device if flat.device.type == "cuda"}
         self._groups = self._grouped(self._device)
 
     @staticmethod
@@ -122,7 +119,7 @@ class Arrivals:
         here: list[tuple[int, torch.Tensor]] = []
         for region in share.regions:
             home = min(share.homes(region, targets), key=lambda h: not is_row_major(h), default=None)
-            if home is not None and _on_device(home):
+            if home is not None and digest_cuda.on_device(home):
                 here.append((region, flat_bytes(home.detach())))
         self.groups = grouped(here, _LEAST)
         self.flats = dict(here)

@@ -17,8 +17,9 @@ from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.placement import Box
 from weightplane.controlplane.core.plan import Bucket, Plan, Segment
 from weightplane.controlplane.core.verify import sampled_regions
+from weightplane.transports import digest_cuda
 from weightplane.transports.digest import LEAF_BYTES, digest_bytes, memory_of
-from weightplane.transports.digest_cuda import PartDigest, digest_tensors, grouped, unusable
+from weightplane.transports.digest_cuda import PartDigest, digest_tensors, grouped
 from weightplane.transports.identity import LiveSpans
 
 from .replay import ChannelReplay, LiveGroups
@@ -204,9 +205,8 @@ def live_groups(replay: ChannelReplay, digests: RegionDigests) -> LiveGroups:
     if known is not None and known.mine is mine and known.version == replay.version:
         return known
     live = replay.live
-    here = [(r, live[r]) for r in mine if r in live and live[r].device.type == "cuda"]
-    usable = {d: not unusable(d) for d in {flat.device for _, flat in here}}
-    groups = grouped([(r, flat) for r, flat in here if usable[flat.device]], _ONE_LAUNCH)
+    here = [(r, live[r]) for r in mine if r in live and digest_cuda.on_device(live[r])]
+    groups = grouped(here, _ONE_LAUNCH)
     found = LiveGroups(mine, replay.version, groups, frozenset(r for g in groups for r in g.keys))
     if not digests.sampled:
         replay.groups = found

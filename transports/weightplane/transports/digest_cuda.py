@@ -26,7 +26,7 @@ import xxhash
 from .digest import LEAF_BYTES, Digest, digest_tensor, memory_of
 from .dtypes import flat_bytes, is_row_major
 
-__all__ = ["LeafTable", "Part", "PartDigest", "RegionGroup", "RegionHasher", "digest_tensors", "grouped", "unusable"]
+__all__ = ["LeafTable", "Part", "PartDigest", "RegionGroup", "RegionHasher", "digest_tensors", "grouped", "on_device", "unusable"]
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,11 @@ def _try(device: torch.device) -> str:
     except Exception as e:  # whatever a compiler or a driver raises
         return f"the kernels fail on {device}: {type(e).__name__}: {str(e).splitlines()[0][:300] if str(e) else e!r}"
     return "" if found == [digest_tensor(p) for p in parts] else f"the kernels' digests are wrong on {device}"
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes can be hashed where they lie: row-major in the memory of a CUDA device that works."""
+    return tensor.device.type == "cuda" and is_row_major(tensor) and not unusable(tensor.device)
 
 
 class LeafTable:
@@ -283,7 +288,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -
     out = [0] * len(tensors)
     batches: dict[torch.device, list[int]] = {}
     for i, t in enumerate(tensors):
-        if t.device.type == "cuda" and is_row_major(t) and not unusable(t.device):
+        if on_device(t):
             batches.setdefault(t.device, []).append(i)
         else:
             out[i] = digest_tensor(t, names[i] if names else "")
