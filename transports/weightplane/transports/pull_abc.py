@@ -94,9 +94,9 @@ class Exporter(ABC):
 class Pull:
     """One bucket to read. ``check`` and ``landed`` are the engine's; both may raise, and the importer lets that pass.
 
-    An importer calls ``check()`` at least once for every 2 MiB on the CPU, every few milliseconds on a GPU, and while
-    it waits; when it raises, what is in flight must be stopped, or have ended, before ``pull`` is left.
-    ``landed(nbytes)`` counts bytes that are in place.
+    An importer calls ``check()`` every few milliseconds, while it waits too; when it raises, what is in flight must be
+    stopped, or have ended, before ``pull`` is left. ``landed(nbytes)`` counts bytes that are in place, at most 2 MiB at
+    a time on the CPU (it passes a failpoint).
     """
 
     bucket: Bucket

@@ -77,6 +77,17 @@ def ended(moves: Moves, member: str, since: float, kinds: set[str]) -> PeerError
     return caught.value
 
 
+def unharmed(f: Fleet, moves: Moves, victim: str, member: str) -> bool:
+    """Whether a receiver got everything, for all that another receiver is stuck: a one-sided transport may allow it."""
+    if not (f.one_sided and {victim, member} <= set(f.receivers)):
+        return False
+    wait([moves[member]], 10)
+    if moves[member].done() and moves[member].exception() is None:
+        f.check(2, [member])
+        return True
+    return False
+
+
 def poll(condition: Callable[[], bool], seconds: float = 20) -> None:
     """Wait for a condition of another process."""
     end, pause = time.monotonic() + seconds, threading.Event()
@@ -89,7 +100,7 @@ def poll(condition: Callable[[], bool], seconds: float = 20) -> None:
 def test_abort_at(fleet: MakeFleet, victim: str, place: str, nth: int) -> None:
     """Abort from another thread, of those that wait for the victim and of the victim itself, inside and out."""
     f, moves, _ = broken(fleet, victim, place, nth, "hold")
-    others = [m for m in f.parts if m != victim]
+    others = [m for m in f.parts if m != victim and not unharmed(f, moves, victim, m)]
     for member in others:
         since = time.monotonic()
         assert f.peers[member].call("abort", 5, channel=f.channel, reason="the test says so") < 0.5
@@ -131,6 +142,8 @@ def test_killed_at(fleet: MakeFleet, victim: str, place: str, nth: int) -> None:
     survivors = [m for m in f.parts if m != victim]
     wait([moves[m] for m in survivors], 2)
     for member in survivors:
+        if unharmed(f, moves, victim, member):
+            continue
         if moves[member].done():
             error = ended(moves, member, event["at"] + 1, {"PeerLost"})
             assert error.peers == (victim,)
@@ -149,7 +162,9 @@ def test_stopped_at(fleet: MakeFleet, victim: str, place: str, nth: int) -> None
     watched = f.peers["r1"]
     before = TOTAL  # landed in the update before
     poll(lambda: watched.call("landed", channel=f.channel) > before)
-    assert not moves["r1"].done() and watched.call("landed", channel=f.channel) < before + TOTAL
+    survivors = [m for m in survivors if not unharmed(f, moves, victim, m)]
+    if "r1" in survivors:
+        assert not moves["r1"].done() and watched.call("landed", channel=f.channel) < before + TOTAL
     for member in survivors:
         since = time.monotonic()
         f.peers[member].call("abort", 5, channel=f.channel, reason="a peer is stuck")

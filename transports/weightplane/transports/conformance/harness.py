@@ -206,6 +206,7 @@ class Fleet:
     ) -> None:
         self._pool, self.model = pool, model
         self.transport = ""
+        self.one_sided = False
         self.parts = {f"s{i}": p for i, p in enumerate(senders)} | {f"r{i}": p for i, p in enumerate(receivers)}
         self.senders = [f"s{i}" for i in range(len(senders))]
         self.receivers = [f"r{i}" for i in range(len(receivers))]
@@ -230,6 +231,7 @@ class Fleet:
         peer.member = member
         started = peer.call("start", transport=self._pool.transport, member=member)
         self.offers[member], self.transport = started["offer"], started["name"]
+        self.one_sided = started["one_sided"]
 
     def _loading(self, members: Sequence[str] | dict[str, str]) -> list[Future[Answer]]:
         return [

@@ -78,13 +78,13 @@ class Member:
         """Whether the command is answered by the data thread."""
         return hasattr(self, f"data_{op}")
 
-    def _start(self, transport: str, member: str) -> dict[str, str]:
+    def _start(self, transport: str, member: str) -> dict[str, Any]:
         torch.set_num_threads(1)
         if self._made is None or self._made_of != transport:
             self._made, self._made_of = _transport(transport), transport
         self._member = member
         offer = base64.b64encode(self._made.offer(member).SerializeToString()).decode()
-        return {"offer": offer, "name": self._made.name}
+        return {"offer": offer, "name": self._made.name, "one_sided": self._made.capabilities.one_sided}
 
     def _abort(self, channel: str, reason: str) -> float:
         start = time.monotonic()
@@ -108,7 +108,7 @@ class Member:
             if rule["action"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif rule["action"] == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # by itself: at once, not a moment later
             else:
                 self._release.wait()
 
@@ -168,7 +168,10 @@ class Member:
         ]
         plan = make_plan(manifest, places[0], places[1], bucket_bytes)
         kind = SourceSpans if self._member in senders else SinkSpans
-        self._spans = kind(plan, manifest, self._member, self._locals)
+        # Bytes that are read after ``send`` has returned must not lie in scratch that the next bucket reuses.
+        assert self._made is not None
+        keep = kind is SourceSpans and not self._made.capabilities.buffered
+        self._spans = kind(plan, manifest, self._member, self._locals, keep=keep)
         return {"buckets": len(self._spans.buckets), "bytes": sum(b.nbytes for b in self._spans.buckets)}
 
     def data_fill(self, seed: int) -> None:

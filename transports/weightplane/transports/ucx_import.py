@@ -1,0 +1,348 @@
+"""The receiver's half of ``ucx``: chunks at a sender become READs into one's own registered memory.
+
+A bucket is read in pieces, a few of them in flight. Where both are on one host and UCX copies by itself, a whole piece
+is copied inside the call that starts it; a piece is small enough that an abort is seen in milliseconds all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from weightplane.v1.transport_pb2 import PullRegion, PullWelcome, UcxRegion
+
+from .base import PeerLost, TransportError
+from .pull_abc import Entry, Importer, Pull
+from .ucx_agent import Agent, UcxError
+from .ucx_export import describe
+from .ucx_memory import Regions
+
+__all__ = ["UcxImporter"]
+
+log = logging.getLogger(__name__)
+
+PIECE: Final = 8 << 20  # bytes of one READ
+_IN_FLIGHT: Final = 4
+_STEP: Final = 2 << 20  # bytes are counted, and a failpoint passed, in steps of at most this
+_SLOW_S: Final = 0.005  # a READ that takes longer than this, and a second for each GiB, needs the sender's processor
+_GIB: Final = 1 << 30
+_QUIET_S: Final = 0.5  # seconds that a READ which was given up may take to end
+
+
+class _Remote:
+    """A sender's agent, as this agent knows it."""
+
+    def __init__(self, name: str, welcome: PullWelcome, check: Callable[[], None]) -> None:
+        self.name, self.welcome, self.check = name, welcome, check
+        self.regions: dict[int, UcxRegion] = {}
+        self.stale: list[tuple[int, int, int]] = []  # device, begin, end of regions that are gone
+        self.serves = False
+        self.plans: dict[int, _Plan] = {}
+
+
+class _Plan:
+    """The READs of one bucket, good for one entry and one list of spans."""
+
+    def __init__(self, entry: Entry, spans: Sequence[torch.Tensor], regions: set[int]) -> None:
+        self.entry, self.spans, self.regions = entry, spans, regions
+        self.reads: list[tuple[Any, int]] = []  # handle, bytes
+
+
+class UcxImporter(Importer):
+    """Owns its agent. ``require_rdma``: refuse a sender that UCX reaches by anything less."""
+
+    def __init__(self, agent: Agent, require_rdma: bool = False) -> None:
+        self._agent, self._require_rdma = agent, require_rdma
+        self._regions = Regions(agent)
+        self._remotes: dict[str, _Remote] = {}
+        self._broken = ""
+        self._closed = False
+        self._probe = torch.zeros(64, dtype=torch.uint8)
+        self._probe_memory = ("DRAM", self._probe.data_ptr(), 64, 0)
+        agent.register([self._probe_memory])
+        self._known: Mapping[str, str] = {}
+
+    @property
+    def broken(self) -> str:
+        """See ``Importer``."""
+        return self._broken
+
+    def details(self) -> Mapping[str, str]:
+        """See ``Importer``. As of the last sender that was attached."""
+        return self._known
+
+    # --- senders
+
+    def attach(self, sender: str, welcome: PullWelcome, check: Callable[[], None]) -> None:
+        """See ``Importer``. Connects and reads a few bytes, so that the path is known to work."""
+        if welcome.WhichOneof("sender") != "ucx" or not welcome.ucx.probe.nbytes:
+            raise TransportError(f"{sender!r} does not speak ucx", peers=(sender,))
+        self._remotes[sender] = remote = _Remote("", welcome, check)
+        self._connect(sender, remote)
+        self._known = describe(self._agent)
+        if self._require_rdma and not self._agent.rdma:
+            found = self._known["ucx_transports"]
+            text = (
+                f"WEIGHTPLANE_UCX_REQUIRE_RDMA=1, but UCX reaches {sender!r} by {found}: none of these is RDMA. "
+                "See UCX_NET_DEVICES and UCX_TLS on both sides, and leave UCX_LOG_LEVEL and UCX_LOG_FILE unset"
+            )
+            raise TransportError(text, peers=(sender,))
+
+    def _connect(self, sender: str, remote: _Remote) -> None:
+        probe = remote.welcome.ucx.probe
+        try:
+            remote.name = self._agent.add(remote.welcome.ucx.agent_metadata)
+            self._agent.add(probe.metadata)
+            for region in remote.regions.values():
+                self._agent.add(region.metadata)
+            n = min(64, probe.nbytes)
+            mine = _rows([(self._probe.data_ptr(), n, 0)])
+            handle = self._agent.prepare(remote.name, "DRAM", mine, *_where(probe, [(probe.address, n)]))
+        except UcxError as e:
+            raise PeerLost(f"{sender!r} cannot be reached by UCX: {e}", peers=(sender,)) from e
+        reads = deque([(handle, n)])
+        self._run(sender, remote, reads, remote.check, lambda _: None, connecting=True)
+        self._agent.release(handle)
+
+    def map(self, sender: str, regions: Sequence[PullRegion]) -> None:
+        """See ``Importer``. NIXL cannot forget one region: where a new one overlaps one that is gone, connect anew."""
+        remote = self._remotes[sender]
+        again = False
+        for region in regions:
+            found = region.ucx
+            if region.WhichOneof("location") != "ucx" or found.nbytes <= 0:
+                raise TransportError(f"{sender!r} declared a region that is none of ucx", peers=(sender,))
+            remote.regions[region.id] = found
+            again = again or any(
+                d == found.device and a < found.address + found.nbytes and found.address < b for d, a, b in remote.stale
+            )
+        if again or not remote.name:
+            self._reconnect(sender, remote)
+            return
+        for region in regions:
+            try:
+                self._agent.add(region.ucx.metadata)
+            except UcxError as e:
+                raise TransportError(f"memory of {sender!r} cannot be mapped: {e}", peers=(sender,)) from e
+
+    def _reconnect(self, sender: str, remote: _Remote) -> None:
+        """Disconnect and connect anew, with the regions that are there now."""
+        self._forget(remote)
+        remote.stale.clear()
+        if not remote.serves:
+            self.ask_serve(sender, True)
+        self._connect(sender, remote)
+        if not remote.serves:
+            self.ask_serve(sender, False)
+
+    def unmap(self, sender: str, regions: Collection[int]) -> None:
+        """See ``Importer``."""
+        remote = self._remotes[sender]
+        for bucket in [b for b, p in remote.plans.items() if not p.regions.isdisjoint(regions)]:
+            self._drop(remote.plans.pop(bucket))
+        for number in regions:
+            gone = remote.regions.pop(number)
+            remote.stale.append((gone.device, gone.address, gone.address + gone.nbytes))
+
+    def detach(self, sender: str) -> None:
+        """See ``Importer``."""
+        remote = self._remotes.pop(sender, None)
+        if remote is not None:
+            self._forget(remote)
+
+    def _forget(self, remote: _Remote) -> None:
+        for plan in remote.plans.values():
+            self._drop(plan)
+        remote.plans.clear()
+        name, remote.name = remote.name, ""
+        if name:
+            with contextlib.suppress(UcxError):
+                self._agent.remove(name)
+
+    def _drop(self, plan: _Plan) -> None:
+        for handle, _ in plan.reads:
+            self._agent.release(handle)
+
+    def close(self) -> None:
+        """See ``Importer``."""
+        if self._closed:
+            return
+        self._closed = True
+        for sender in list(self._remotes):
+            self.detach(sender)
+        self._regions.close()
+        with contextlib.suppress(UcxError):
+            self._agent.deregister([self._probe_memory])
+        self._agent.close()
+
+    # --- bytes
+
+    def pull(self, sender: str, pull: Pull) -> None:
+        """See ``Importer``."""
+        remote = self._remotes[sender]
+        if not remote.name:  # a read was given up since
+            self._reconnect(sender, remote)
+        plan = remote.plans.get(pull.bucket.index)
+        if plan is None or plan.entry is not pull.entry or plan.spans is not pull.spans:
+            plan = self._plan(sender, remote, pull)
+        with _device_of(pull.spans):
+            self._run(sender, remote, deque(plan.reads), pull.check, pull.landed)
+
+    def _plan(self, sender: str, remote: _Remote, pull: Pull) -> _Plan:
+        old = remote.plans.pop(pull.bucket.index, None)
+        if old is not None:
+            self._drop(old)
+        before = len(self._regions)
+        covered = self._regions.cover(pull.spans)
+        if old is not None and len(self._regions) != before:  # memory moves here: let go of what is used no more
+            self._regions.settle(())
+        entry, plan = pull.entry, _Plan(pull.entry, pull.spans, set(pull.entry.regions))
+        local = [(r.kind, r.device, r.address + offset, n) for r, offset, n in covered]
+        try:
+            for kind, mine, other, nbytes in self._pieces(sender, remote, entry, local):
+                plan.reads.append((self._agent.prepare(remote.name, kind, mine, *other), nbytes))
+        except BaseException as e:
+            self._drop(plan)
+            if isinstance(e, UcxError):
+                text = f"bucket {pull.bucket.index} of {sender!r}: {e}"
+                raise PeerLost(text, peers=(sender,), bucket=pull.bucket.index) from e
+            raise
+        remote.plans[pull.bucket.index] = plan
+        return plan
+
+    def _pieces(
+        self, sender: str, remote: _Remote, entry: Entry, local: Sequence[tuple[str, int, int, int]]
+    ) -> Iterator[tuple[str, Any, tuple[str, Any], int]]:
+        """The bucket cut where either side or a piece ends: kind and rows of both sides, and the bytes."""
+        mine: list[tuple[int, int, int]] = []
+        other: list[tuple[int, int, int]] = []
+        kinds: tuple[str, str] | None = None
+        size = 0
+        at = iter(local)
+        kind, device, address, left = next(at)
+        for number, offset, nbytes in zip(entry.regions, entry.offsets, entry.sizes, strict=True):
+            region = remote.regions[number]
+            if offset + nbytes > region.nbytes:
+                raise TransportError(f"{sender!r} declared a chunk behind the end of its region", peers=(sender,))
+            other_kind, other_device = ("DRAM", 0) if region.device < 0 else ("VRAM", region.device)
+            start = region.address + offset
+            while nbytes:
+                if not left:
+                    kind, device, address, left = next(at)
+                if mine and (size == PIECE or kinds != (kind, other_kind)):
+                    assert kinds is not None
+                    yield kinds[0], _rows(mine), (kinds[1], _rows(other)), size
+                    mine, other, size = [], [], 0
+                kinds = kind, other_kind
+                n = min(nbytes, left, PIECE - size)
+                mine.append((address, n, device))
+                other.append((start, n, other_device))
+                address, start = address + n, start + n
+                left, nbytes, size = left - n, nbytes - n, size + n
+        if mine:
+            assert kinds is not None
+            yield kinds[0], _rows(mine), (kinds[1], _rows(other)), size
+
+    def _run(
+        self,
+        sender: str,
+        remote: _Remote,
+        waiting: deque[tuple[Any, int]],
+        check: Callable[[], None],
+        landed: Callable[[int], None],
+        connecting: bool = False,
+    ) -> None:
+        """Run READs, some at once, in order. Whatever goes wrong: none is in flight any more afterwards."""
+        flying: deque[tuple[Any, int]] = deque()
+        agent = self._agent
+        try:
+            while waiting or flying:
+                while waiting and len(flying) < _IN_FLIGHT:
+                    check()
+                    handle, nbytes = waiting[0]
+                    flying.append(waiting.popleft())
+                    if len(flying) == 1:
+                        started = time.monotonic()
+                    if agent.start(handle):
+                        if len(flying) > 1:
+                            break  # earlier ones are counted first
+                        flying.popleft()
+                        _count(nbytes, landed)
+                while flying:
+                    handle, nbytes = flying[0]
+                    if not agent.done(handle):
+                        self._idle(sender, remote, time.monotonic() - started, nbytes, connecting)
+                        check()
+                        continue
+                    flying.popleft()
+                    started = time.monotonic()
+                    _count(nbytes, landed)
+                    if waiting:
+                        break
+        except BaseException as e:
+            self._quiet(remote, flying)
+            if isinstance(e, UcxError):
+                raise PeerLost(f"{sender!r} cannot be read any more: {e}", peers=(sender,)) from e
+            raise
+
+    def _idle(self, sender: str, remote: _Remote, passed: float, nbytes: int, connecting: bool) -> None:
+        """Between two looks at a READ that is not done: the longer it takes, the longer."""
+        if not connecting and not remote.serves and passed > _SLOW_S + nbytes / _GIB:
+            remote.serves = True
+            self.ask_serve(sender, True)
+        if connecting or passed > 1.0:
+            time.sleep(0.001)
+        elif passed > 0.05:
+            time.sleep(0.0001)
+
+    def _quiet(self, remote: _Remote, flying: Collection[tuple[Any, int]]) -> None:
+        """See to it that nothing lands any more: disconnect, then wait until NIXL says that every READ is over."""
+        if not flying:
+            return
+        until = time.monotonic() + _QUIET_S
+        name, remote.name = remote.name, ""
+        with contextlib.suppress(UcxError):
+            self._agent.remove(name)
+        left = [handle for handle, _ in flying]
+        while left:
+            left = [h for h in left if not self._over(h)]
+            if left and time.monotonic() > until:
+                self._broken = "reads that were given up did not end"
+                self.close()
+                return
+            if left:
+                time.sleep(0.001)
+        self._forget(remote)
+
+    def _over(self, handle: Any) -> bool:
+        try:
+            return self._agent.done(handle)
+        except UcxError as e:
+            log.debug("a read that was given up: %s", e)
+            return True
+
+
+def _count(nbytes: int, landed: Callable[[int], None]) -> None:
+    for at in range(0, nbytes, _STEP):
+        landed(min(_STEP, nbytes - at))
+
+
+def _rows(rows: Sequence[tuple[int, int, int]]) -> Any:
+    return np.array(rows, dtype=np.uint64).reshape(-1, 3)
+
+
+def _where(region: UcxRegion, stretches: Sequence[tuple[int, int]]) -> tuple[str, Any]:
+    kind, device = ("DRAM", 0) if region.device < 0 else ("VRAM", region.device)
+    return kind, _rows([(address, n, device) for address, n in stretches])
+
+
+def _device_of(spans: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
+    device = spans[0].device if spans else torch.device("cpu")
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

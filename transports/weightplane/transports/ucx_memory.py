@@ -1,0 +1,210 @@
+"""Registered memory of ``ucx``: few large regions, each held while it is registered, and never a stale one.
+
+A region is a whole storage on the CPU, and the whole allocation that a storage lies in on a GPU (the caching
+allocator's segment): many tensors share one. It holds the storages that were found in it, so their memory cannot be
+freed while it is registered; it is deregistered before they are let go of. An address is never trusted alone: memory
+counts as registered only where the very storage that is held still lies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import sys
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from .ucx_agent import Agent, Memory, UcxError
+
+__all__ = ["Region", "Regions", "allocation", "check_span", "device_of"]
+
+_use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def device_of(device: torch.device) -> tuple[str, int]:
+    """NIXL's kind of memory and device index."""
+    return ("DRAM", 0) if device.type == "cpu" else ("VRAM", device.index or 0)
+
+
+def check_span(index: int, span: torch.Tensor) -> None:
+    """``ValueError`` for a span that is not contiguous 1-D uint8 on the CPU or a CUDA device."""
+    plain = span.dtype == torch.uint8 and span.dim() == 1 and span.is_contiguous()
+    if not plain or span.device.type not in ("cpu", "cuda"):
+        found = f"{span.dtype} {span.device} {tuple(span.shape)}, strides {span.stride()}"
+        raise ValueError(f"span {index}: expected contiguous 1-D uint8 on the CPU or a GPU, found {found}")
+
+
+class Region:
+    """One registered stretch. ``storages`` are held, by the address that each had when it was found."""
+
+    __slots__ = ("address", "device", "id", "kind", "nbytes", "storages")
+
+    def __init__(self, number: int, memory: Memory) -> None:
+        self.id = number
+        self.kind, self.address, self.nbytes, self.device = memory
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def memory(self) -> Memory:
+        """As it is registered."""
+        return self.kind, self.address, self.nbytes, self.device
+
+    def valid(self) -> bool:
+        """Whether the memory is the same: a storage that is resized in place frees its memory though it is held."""
+        return any(s.data_ptr() == address for address, s in self.storages.items())
+
+    def unwanted(self) -> list[int]:
+        """Storages that nobody else holds, or that moved; none if that cannot be known."""
+        storages = self.storages
+        return [a for a in storages if storages[a].data_ptr() != a or not _held_elsewhere(storages, a)]
+
+
+def _held_elsewhere(storages: dict[int, torch.UntypedStorage], address: int) -> bool:
+    if _use_count is None:
+        return True
+    return sys.getrefcount(storages[address]) > 2 or int(_use_count(storages[address]._cdata)) > 1
+
+
+class Regions:
+    """The regions of one agent. One thread."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._ids = itertools.count(1)
+        self._by_id: dict[int, Region] = {}
+        self._by_storage: dict[tuple[str, int, int], Region] = {}  # kind, device, address of a storage
+        self._by_memory: dict[Memory, Region] = {}
+        self._dead: set[int] = set()
+
+    def __getitem__(self, region: int) -> Region:
+        return self._by_id[region]
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def cover(self, spans: Sequence[torch.Tensor]) -> list[tuple[Region, int, int]]:
+        """Region, offset and bytes of each span that has any; registers what is not, in one go.
+
+        ``ValueError`` names a span that is none; ``UcxError`` if memory cannot be registered.
+        """
+        found: list[tuple[Region, int, int]] = []
+        new: list[Region] = []
+        last: tuple[Region, int, int] | None = None  # region, begin and end of the storage of the span before
+        try:
+            for i, span in enumerate(spans):
+                check_span(i, span)
+                n = span.numel()
+                if not n:
+                    continue
+                at = span.data_ptr()
+                if last is None or not last[1] <= at < last[2]:
+                    last = self._region(span, new)
+                found.append((last[0], at - last[0].address, n))
+            self._agent.register([r.memory for r in new])
+        except BaseException:
+            for region in new:
+                self._forget(region)
+            raise
+        return found
+
+    def _region(self, span: torch.Tensor, new: list[Region]) -> tuple[Region, int, int]:
+        storage = span.untyped_storage()
+        kind, device = device_of(span.device)
+        address = storage.data_ptr()
+        bounds = address, address + storage.nbytes()
+        region = self._by_storage.get((kind, device, address))
+        if region is not None:
+            held = region.storages.get(address)
+            inside = region.address + region.nbytes >= bounds[1]
+            if inside and held is not None and held._cdata == storage._cdata:
+                return region, *bounds
+            self._drop(region)  # its memory was freed under it
+        memory = allocation(kind, device, address, storage.nbytes())
+        region = self._by_memory.get(memory)
+        if region is not None and not region.valid():
+            self._drop(region)
+            region = None
+        if region is None:
+            region = Region(next(self._ids), memory)
+            self._by_id[region.id] = self._by_memory[memory] = region
+            new.append(region)
+        region.storages[address] = storage
+        self._by_storage[kind, device, address] = region
+        return region, *bounds
+
+    def valid(self, regions: Collection[int]) -> bool:
+        """Whether regions are registered and their memory is what it was."""
+        return all(r in self._by_id and self._by_id[r].valid() for r in regions)
+
+    def settle(self, keep: Collection[int]) -> set[int]:
+        """Let go of memory that nobody else holds, but not of ``keep``; the ids of all regions gone since the last."""
+        for region in list(self._by_id.values()):
+            if region.id in keep and region.valid():
+                continue
+            unwanted = region.unwanted()
+            if len(unwanted) == len(region.storages):
+                self._drop(region)
+                continue
+            for address in unwanted:  # the allocation stays as long as one of its storages does
+                del region.storages[address]
+                self._by_storage.pop((region.kind, region.device, address), None)
+        gone, self._dead = self._dead, set()
+        return gone
+
+    def close(self) -> None:
+        """Deregister everything."""
+        for region in list(self._by_id.values()):
+            with contextlib.suppress(UcxError):
+                self._drop(region)
+
+    def _drop(self, region: Region) -> None:
+        self._dead.add(region.id)
+        try:
+            self._agent.deregister([region.memory])
+        finally:
+            self._forget(region)
+
+    def _forget(self, region: Region) -> None:
+        self._by_id.pop(region.id, None)
+        if self._by_memory.get(region.memory) is region:
+            del self._by_memory[region.memory]
+        for address in region.storages:
+            key = region.kind, region.device, address
+            if self._by_storage.get(key) is region:
+                del self._by_storage[key]
+        region.storages.clear()
+
+
+# --- GPU
+
+
+def allocation(kind: str, device: int, address: int, nbytes: int) -> Memory:
+    """What to register for a storage: itself on the CPU, on a GPU the allocation that it lies in (if it is one)."""
+    own = kind, address, nbytes, device
+    if kind == "DRAM":
+        return own
+    found = _address_range(address)
+    if found is None or found[0] > address or found[0] + found[1] < address + nbytes:
+        return own
+    return kind, found[0], found[1], device
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _address_range(address: int) -> tuple[int, int] | None:
+    """Base and size of the CUDA allocation around an address, from the driver."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    try:
+        ask = _driver().cuMemGetAddressRange_v2
+    except (OSError, AttributeError):
+        return None
+    if ask(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)):
+        return None
+    return base.value, size.value
