@@ -1,4 +1,9 @@
-"""What the benchmarks share: samples, their medians, the machine's description, the JSON that ``--json`` writes."""
+"""What the benchmarks share: samples, their medians, the machine's description, the JSON that ``--json`` writes.
+
+``{"benchmark", "machine", "date", "commit", "results", "failures"}``; a result is a ``Result``, the machine's ``cards``
+(with ``--device cuda``) carry name, UUID and driver, and a failure says what could not be measured, and why. With
+``--profile`` there are ``profiles``: by case and process, where its threads spent their time.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +21,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GIB", "MIB", "SAMPLES", "WARM_UPS", "Noise", "Report", "Result", "Rounds", "machine", "parser"]
+from benchmarks._cards import accelerator
 
-MIB, GIB = 1 << 20, 1 << 30
+__all__ = ["GB", "GIB", "MIB", "SAMPLES", "WARM_UPS", "Noise", "Report", "Result", "Rounds", "machine", "parser"]
+
+MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
 WARM_UPS, SAMPLES = 2, 10
 _PACKAGES = ("torch", "grpcio", "protobuf", "xxhash", "weightplane")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One figure. ``ratio`` is how good ``value`` is against ``limit`` (1 = equal, more is better), 0 with no limit."""
+    """One figure. ``ratio`` is how good ``value`` is against ``limit`` (1 = equal, more is better), 0 with no limit.
+
+    ``limit_name`` says what the limit is; ``details`` what else the figure depends on (bytes, bucket, cards, …).
+    """
 
     case: str
     value: float
@@ -33,17 +43,28 @@ class Result:
     limit: float = 0.0
     ratio: float = 0.0
     samples: list[float] = field(default_factory=list)
+    limit_name: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, case: str, unit: str, samples: Sequence[float], limit: float = 0.0, *, less_is_better: bool = False
+        cls,
+        case: str,
+        unit: str,
+        samples: Sequence[float],
+        limit: float = 0.0,
+        *,
+        less_is_better: bool = False,
+        limit_name: str = "",
+        details: dict[str, Any] | None = None,
     ) -> Result:
         """The median of ``samples`` beside a limit in the same unit (a median, or a bound to keep)."""
         value = statistics.median(samples)
         ratio = 0.0
         if limit and value:
             ratio = limit / value if less_is_better else value / limit
-        return cls(case, _digits(value), unit, _digits(limit), _digits(ratio), [_digits(s) for s in samples])
+        numbers = [_digits(s) for s in samples]
+        return cls(case, _digits(value), unit, _digits(limit), _digits(ratio), numbers, limit_name, details or {})
 
 
 def _digits(x: float) -> float:
@@ -118,9 +139,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
-def machine() -> dict[str, Any]:
+def machine(cuda: bool = False) -> dict[str, Any]:
     """The machine and the versions that matter. The load average tells a quiet machine from a busy one."""
-    return {
+    found = {
         "cpu": _proc("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(int((_proc("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / MIB, 1),
@@ -129,6 +150,7 @@ def machine() -> dict[str, Any]:
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
         "load_average": list(os.getloadavg()),
     }
+    return {**found, **accelerator()} if cuda else found
 
 
 def _proc(path: str, key: str) -> str:
@@ -147,6 +169,10 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
+    """The commit, ``-dirty`` if files differ from it. A copy without its history is told by WEIGHTPLANE_COMMIT."""
+    said = os.environ.get("WEIGHTPLANE_COMMIT", "")
+    if said:
+        return said
     here = Path(__file__).resolve().parent
     try:
         out = subprocess.run(
@@ -162,42 +188,64 @@ def _commit() -> str:
 
 
 class Report:
-    """Collects results, prints each as it comes, and writes the file."""
+    """Collects results, prints each as it comes, and writes the file (after every result, so that none is lost)."""
 
-    def __init__(self, benchmark: str) -> None:
-        self.benchmark = benchmark
+    def __init__(self, benchmark: str, path: Path | None = None, *, cuda: bool = False) -> None:
+        self.benchmark, self._path = benchmark, path
         self.results: list[Result] = []
-        self.machine = machine()
-        self._date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.failures: list[dict[str, str]] = []
+        self.profiles: dict[str, dict[str, list[str]]] = {}
+        self.machine = machine(cuda)
+        self._commit, self._date = _commit(), datetime.now(UTC).isoformat(timespec="seconds")
         m = self.machine
         print(f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB; load average {m['load_average'][0]:.1f}")
+        for card in m.get("cards", ()):
+            print(f"{card['name']}, {card['memory_gib']} GiB, {card['uuid']}, driver {card['driver']}")
         print(f"{'case':<44}{'median':>10} {'unit':<7}{'limit':>9}{'ratio':>7}   {'lowest':>8} … {'highest':<8}")
 
-    def add(self, result: Result) -> Result:
-        """Take and print one result."""
+    def add(self, result: Result, *, quiet: bool = False) -> Result:
+        """Take and print (unless ``quiet``) one result."""
         self.results.append(result)
+        if quiet:
+            return result
         limit = f"{result.limit:9.3g}{result.ratio:7.2f}" if result.limit else f"{'–':>9}{'':>7}"
         spread = f"{min(result.samples):8.3g} … {max(result.samples):<8.3g}" if result.samples else ""
         print(f"{result.case:<44}{result.value:>10.4g} {result.unit:<7}{limit}   {spread}", flush=True)
+        self._save()
         return result
+
+    def fail(self, case: str, why: str) -> None:
+        """Note and print what could not be measured."""
+        self.failures.append({"case": case, "why": why[-4000:]})
+        print(f"{case:<44}{'FAILED':>10} {why.strip().splitlines()[-1][:300] if why.strip() else ''}", flush=True)
+        self._save()
 
     def find(self, case: str) -> Result | None:
         """A result by its case."""
         return next((r for r in self.results if r.case == case), None)
 
-    def write(self, path: Path | None) -> None:
+    def write(self) -> None:
         """Note the load at the end and write the file, if one was asked for."""
         self.machine["load_average_at_end"] = list(os.getloadavg())
         print(f"load average at the end {self.machine['load_average_at_end'][0]:.1f}")
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        document = {
+        self._save()
+        if self._path is not None:
+            print(f"written: {self._path}")
+
+    def document(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {
             "benchmark": self.benchmark,
             "machine": self.machine,
             "date": self._date,
-            "commit": _commit(),
+            "commit": self._commit,
             "results": [asdict(r) for r in self.results],
+            "failures": self.failures,
+            **({"profiles": self.profiles} if self.profiles else {}),
         }
-        path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-        print(f"written: {path}")
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.document(), indent=1, ensure_ascii=False) + "\n")

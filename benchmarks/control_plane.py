@@ -32,24 +32,8 @@ from weightplane.v1 import weight_transfer_pb2 as wt
 from weightplane.v1 import weight_transfer_pb2_grpc as wt_grpc
 
 HERE = Path(__file__).resolve().parent
+SERVER = str(HERE / "_server.py")
 BARRIER_S, PUBLISH_S, BEATS_CORES = 0.30, 0.015, 0.30
-
-SERVER = """
-import asyncio, sys
-from pathlib import Path
-from weightplane.controlplane.core.model import Config
-from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
-from weightplane.controlplane.server.security import Security, Tls
-from weightplane.controlplane.store import open_store
-async def main(file, *tls):
-    security = Security(tls=Tls(*map(Path, tls))) if tls else Security()
-    config = Config(ttl_s=600.0, routing_budget_s=3600.0)
-    running = await serve(ServerConfig(open_store(f"sqlite:{file}"), security=security, core=config))
-    tune_collector()
-    print(running.address, flush=True)
-    await running.wait()
-asyncio.run(main(*sys.argv[1:]))
-"""
 
 
 @contextmanager
@@ -145,7 +129,7 @@ async def measure(report: Report, folder: Path, kind: str, agents: int, samples:
     """All cases, plaintext or mTLS."""
     seconds = 1.0 if samples < SAMPLES else 2.0
     server_tls, client_tls = certificates(folder) if kind == "mTLS" else ([], [])
-    with process("-c", SERVER, str(folder / f"{kind}.db"), *server_tls) as server:
+    with process(SERVER, str(folder / f"{kind}.db"), *server_tls) as server:
         address = line(server)
         with process(str(HERE / "control_plane_agents.py"), address, str(agents), *client_tls) as fleet:
             print(f"{kind}: {line(fleet)}")
@@ -175,7 +159,7 @@ async def measure(report: Report, folder: Path, kind: str, agents: int, samples:
             report.add(Result.of(case, "cores", busy, BEATS_CORES, less_is_better=True))
             holding.cancel()
             await trainer.channel.close()
-    with process("-c", SERVER, str(folder / f"{kind}-8.db"), *server_tls) as server:
+    with process(SERVER, str(folder / f"{kind}-8.db"), *server_tls) as server:
         address = line(server)
         with process(str(HERE / "control_plane_agents.py"), address, "8", *client_tls) as fleet:
             print(f"{kind}: {line(fleet)}")
@@ -209,11 +193,11 @@ def main() -> None:
     options.add_argument("--agents", type=int, default=1000, help="how many agents (default 1000)")
     asked = options.parse_args()
     samples = 3 if asked.quick else SAMPLES
-    report = Report("control_plane")
+    report = Report("control_plane", asked.json)
     with tempfile.TemporaryDirectory(prefix="weightplane-bench-") as folder:
         for kind in ("plaintext", "mTLS"):
             asyncio.run(measure(report, Path(folder), kind, asked.agents, samples, asked.patience))
-    report.write(asked.json)
+    report.write()
 
 
 if __name__ == "__main__":
