@@ -23,6 +23,7 @@ from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import agent_pb2_grpc as ag_grpc
 from weightplane.v1 import common_pb2 as cm
+from weightplane.v1 import fleet_pb2 as fl
 from weightplane.v1 import fleet_pb2_grpc as fl_grpc
 from weightplane.v1 import tensor_pb2 as tn
 from weightplane.v1 import transport_pb2 as tp
@@ -191,7 +192,16 @@ class Replica:
         """Say hello and begin; returns once the server has the first report."""
         self._tasks = [asyncio.create_task(self._session())]
         await asyncio.wait([asyncio.create_task(self.joined.wait()), self._tasks[0]], return_when="FIRST_COMPLETED")
+        while self.ended is None and not await self._known():
+            await asyncio.sleep(0.005)  # another process's state: nothing to wait on
         return self
+
+    async def _known(self) -> bool:
+        """Whether the server has taken in a report of this life."""
+        fleet = fl_grpc.FleetServiceStub(self._channel)
+        answer = await fleet.ListReplicas(fl.ListReplicasRequest(group=self.group), timeout=5)
+        mine = [r for r in answer.replicas if (r.replica_id, r.incarnation) == (self.rid, self.incarnation)]
+        return bool(mine) and "has not reported" not in mine[0].may_not_join
 
     async def kill(self) -> None:
         """Vanish without a word."""

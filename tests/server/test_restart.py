@@ -220,6 +220,8 @@ async def test_a_rival_coordinator_fences_this_one_which_then_leads_again() -> N
     ):
         rs[0].redial = True
         await trainer.publish()
+        group = running.coordinator.group("g")
+        await until(lambda: group.state.open is None and not group.state.writes, "the end of that update's writes")
         rival = MemoryStore(disk)
         rival.open()
         await refused(trainer.start(), "UNKNOWN_OUTCOME", grpc.StatusCode.UNKNOWN)
