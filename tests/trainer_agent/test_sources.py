@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -427,3 +429,73 @@ def test_gather_that_reuses_memory() -> None:
     source = GatherSource(fn, reuses=True)
     locals_ = [local for _, local in source.iterate(sends=True)]
     assert [local[0][0].item() for local in locals_ if local is not None] == [0.0, 1.0, 2.0]
+
+
+# --- a module's manifest, while it is as it was
+
+
+def model() -> Any:
+    module: Any = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.BatchNorm1d(4), "c": nn.Linear(3, 4, bias=False)})
+    module["c"].weight = module["a"].weight
+    return module
+
+
+@pytest.mark.parametrize("options", [{}, {"rename": {"a.bias": None, "b.weight": "norm"}}, {"cast": torch.float16}])
+def test_the_manifest_of_a_module_that_is_as_it_was_is_the_same_object_and_its_tensors_are_live(
+    options: dict[str, Any],
+) -> None:
+    module = model()
+    source = ModuleSource(module, **options)
+    first = source.manifest()
+    source.end()
+    module["a"].weight.data.add_(1)
+    assert source.manifest() is first
+    fresh = ModuleSource(module, **options)
+    assert fresh.manifest() == first and source.placement(0) == fresh.placement(0)
+    for i, meta in enumerate(first):
+        if not meta.alias_of:
+            assert torch.equal(source.tensor(i)[0], fresh.tensor(i)[0]) and not source.tensor(i)[0].requires_grad
+    source.end()
+    assert not source._tensors
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m["a"], "weight", nn.Parameter(torch.ones(3, 3))),
+        lambda m: setattr(m["c"], "weight", nn.Parameter(torch.ones(4, 3))),
+        lambda m: setattr(m["a"].weight, "data", torch.ones(4, 3)),
+        lambda m: m.to(torch.float64),
+        lambda m: m.__delitem__("b"),
+        lambda m: m.__setitem__("d", nn.Linear(1, 1)),
+        lambda m: m["b"].register_buffer("running_mean", torch.ones(4), persistent=False),
+        lambda m: setattr(m["c"], "weight", m["c"].weight),
+    ],
+    ids=["shape", "untied", "memory", "dtype", "removed", "added", "transient", "nothing"],
+)
+def test_a_module_that_changed_has_the_manifest_of_now(change: Callable[[Any], object]) -> None:
+    module = model()
+    source = ModuleSource(module)
+    source.manifest()
+    source.end()
+    change(module)
+    for _ in range(2):
+        fresh = ModuleSource(module)
+        assert source.manifest() == fresh.manifest()
+        for i, meta in enumerate(fresh.manifest()):
+            if not meta.alias_of:
+                assert source.tensor(i)[0].data_ptr() == fresh.tensor(i)[0].data_ptr()
+        source.end()
+
+
+def test_rules_that_are_functions_are_asked_each_time() -> None:
+    asked: list[str] = []
+
+    def rename(name: str) -> str:
+        asked.append(name)
+        return name
+
+    source = ModuleSource(nn.Linear(2, 2), rename=rename)
+    source.manifest()
+    source.manifest()
+    assert len(asked) == 4

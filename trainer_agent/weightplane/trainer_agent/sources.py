@@ -19,6 +19,7 @@ import torch
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.placement import Box, Piece, Placement, full_box, full_placement
 from weightplane.transports.dtypes import dtype_of
+from weightplane.transports.identity import ModuleLayout
 
 from .naming import WRAPPERS, CastRule, NameMap, NameRules, SourceError, meta_of, storage_key
 from .produced import NOTHING_QUEUED, Produced
@@ -142,7 +143,7 @@ class NamedTensors(Source):
         meta = self._known().tensors[index]
         if tensor is None:
             raise KeyError(meta.name)
-        return cast_to(tensor, meta), full_box(meta.shape)
+        return cast_to(tensor.detach(), meta), full_box(meta.shape)
 
     def held(self) -> Sequence[torch.Tensor | None] | None:
         """See ``Source``; none if it casts, or if a subclass has a ``tensor`` of its own."""
@@ -227,6 +228,25 @@ class ModuleSource(NamedTensors):
     ) -> None:
         super().__init__(rename=rename, cast=cast, strip=strip, manifest=manifest)
         self.module = module
+        self._layout: ModuleLayout | None = None
+        self._places: list[int | None] = []  # by manifest index: the tensor's place in the layout
+
+    def manifest(self) -> Manifest:
+        """See ``NamedTensors``. The very object of the last call while the module is as it was."""
+        if callable(self.rules.rename) or callable(self.rules.cast) or type(self).named is not ModuleSource.named:
+            return super().manifest()
+        if self._layout is None or self._layout.module is not self.module:
+            self._layout = ModuleLayout(self.module)
+        layout, self._layout = self._layout, None  # whatever is raised below: look afresh
+        if layout.changed() or self._manifest is None:
+            manifest = super().manifest()
+            places = {id(t): i for i, t in enumerate(layout.tensors())}
+            self._places = [places[id(raw)] if raw is not None else None for raw in self._tensors]
+        else:
+            manifest, held = self._manifest, layout.tensors()
+            self._tensors = [held[i] if i is not None else None for i in self._places]
+        self._layout = layout
+        return manifest
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``NamedTensors``."""
@@ -246,7 +266,7 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 
 def collect(named: Iterable[tuple[str, torch.Tensor]], rules: NameRules) -> tuple[list[TensorMeta], list[torch.Tensor]]:
-    """Manifest entries with ties found by storage, and the tensors beside them."""
+    """Manifest entries with ties found by storage, and the tensors beside them, as they were given."""
     entries: list[TensorMeta] = []
     tensors: list[torch.Tensor] = []
     first: dict[tuple[object, ...], str] = {}
@@ -262,7 +282,7 @@ def collect(named: Iterable[tuple[str, torch.Tensor]], rules: NameRules) -> tupl
             if root != name:
                 meta = TensorMeta(meta.name, meta.dtype, meta.shape, root)
         entries.append(meta)
-        tensors.append(plain)
+        tensors.append(tensor)
     return entries, tensors
 
 

@@ -17,11 +17,12 @@ from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Evidence, Held, Mode, PauseMode
 from weightplane.controlplane.core.placement import Box, full_box
 from weightplane.transports.digest_cuda import digest_tensors
+from weightplane.transports.identity import ModuleLayout
 
 from .arena import Arena, StagingRefused
 from .base import Description, EngineError, EngineUpdate, GatedEngine, LocalTensors, VersionTag, WorkerDevice
 from .fit import fit
-from .live import Copies, Layout, LiveTensor, bump_version, collect
+from .live import Copies, LiveTensor, bump_version, collect
 from .sharding import BoxOf
 
 __all__ = ["PostUpdateHook", "TorchModuleEngine"]
@@ -81,7 +82,7 @@ class TorchModuleEngine(GatedEngine):
         self._update: EngineUpdate | None = None
         self._map: _Map | None = None
         self._layout = 0
-        self._layouts: list[Layout] = []
+        self._layouts: list[ModuleLayout] = []
         self._maps: dict[tuple[str, Mode], _Map] = {}
         self._live: list[list[LiveTensor]] = []
         self._arenas: list[Arena] = []
@@ -142,7 +143,7 @@ class TorchModuleEngine(GatedEngine):
 
     def layout(self) -> int:
         """See ``Engine``. Reserves staging anew when it changed. ``TypeError`` names a tensor that cannot travel."""
-        looks = self._layouts or [Layout(m) for m in self.modules]
+        looks = self._layouts or [ModuleLayout(m) for m in self.modules]
         self._layouts = []  # whatever is raised below: look afresh
         if sum(look.changed() for look in looks):  # each is asked
             self._live = [collect(m) for m in self.modules]
