@@ -13,6 +13,7 @@ from weightplane.controlplane.core.plan import Bucket
 from weightplane.v1.transport_pb2 import PullRegion, PullWelcome, UcxRegion, UcxSender
 
 from .base import TransportError
+from .huge_pages import Collapser
 from .pull_abc import Entry, Exporter
 from .ucx_agent import Agent, UcxError
 from .ucx_memory import Region, Regions
@@ -48,6 +49,8 @@ class UcxExporter(Exporter):
             metadata=agent.metadata_of(self._probe_memory),
         )
         self._welcome = PullWelcome(ucx=UcxSender(agent_metadata=agent.connection(), probe=probe))
+        self._collapser = Collapser()
+        self._settled: set[int] = set()
         self._closed = False
         self._failed = False
 
@@ -96,8 +99,13 @@ class UcxExporter(Exporter):
             torch.cuda.current_stream(device).synchronize()
 
     def settle(self, entries: Collection[Entry]) -> Collection[int]:
-        """See ``Exporter``."""
-        return self._regions.settle({r for e in entries for r in e.regions})
+        """See ``Exporter``. Host memory that stays is put onto huge pages."""
+        gone = self._regions.settle({r for e in entries for r in e.regions})
+        fresh = [r for r in self._regions if r.id not in self._settled]
+        self._settled = (self._settled | {r.id for r in fresh}) - gone
+        if fresh and not self._agent.rdma:  # what a NIC holds cannot be moved, and need not be
+            self._collapser.add((r.address, r.nbytes) for r in fresh if r.kind == "DRAM")
+        return gone
 
     def pace(self, serving: bool) -> float | None:
         """See ``Exporter``."""
@@ -122,6 +130,7 @@ class UcxExporter(Exporter):
         if self._closed:
             return
         self._closed = True
+        self._collapser.close()
         self._regions.close()
         with contextlib.suppress(UcxError):
             self._agent.deregister([self._probe_memory])

@@ -261,7 +261,7 @@ class UcxImporter(Importer):
     ) -> None:
         """Run READs, some at once, in order. Whatever goes wrong: none is in flight any more afterwards."""
         flying: deque[tuple[Any, int]] = deque()
-        agent = self._agent
+        agent, started = self._agent, 0.0
         try:
             while waiting or flying:
                 while waiting and len(flying) < _IN_FLIGHT:

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -85,6 +85,9 @@ class Regions:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._by_id.values())
 
     def cover(self, spans: Sequence[torch.Tensor]) -> list[tuple[Region, int, int]]:
         """Region, offset and bytes of each span that has any; registers what is not, in one go.
