@@ -229,17 +229,14 @@ class Ledger:
         and two homes of one region must agree.
         """
         wanted = [i for i in self.share.regions if i in self._wanted]
-        found, known = live.digests(wanted), self.digests
-        if wanted and not known and all(len(found[i]) == 1 for i in wanted):
-            known.update((i, found[i][0]) for i in wanted)
-            return
-        wrong = [
-            self.share.name(i)
-            for i in wanted
-            if not found[i] or any(d != known.setdefault(i, found[i][0]) for d in found[i])
-        ]
+        known = self.digests
+        found, others = live.digests(wanted)
+        if not known and len(found) == len(wanted):
+            known.update(found)
+        wrong = {i for i in wanted if i not in found or known.setdefault(i, found[i]) != found[i]}
+        wrong.update(i for i, value in others if known.get(i) != value)
         if wrong:
-            names = list(dict.fromkeys(wrong))
+            names = list(dict.fromkeys(self.share.name(i) for i in sorted(wrong)))
             raise EngineError(
                 f"live memory is not what was received, in {len(names)} tensor(s): {', '.join(map(repr, names[:5]))}",
                 names,

@@ -43,8 +43,10 @@ class RegionMemory:
         self._share = share
         self._host: dict[int, list[_Memory]] = {}
         self._device: list[tuple[int, torch.Tensor]] = []
+        self._several = False  # whether a region has several homes
         for region in share.regions:
             homes = {(h.device, h.data_ptr(), h.shape, h.stride()): h for h in share.homes(region, tensors)}
+            self._several = self._several or len(homes) > 1
             for home in homes.values():
                 if digest_cuda.on_device(home):
                     self._device.append((region, flat_bytes(home.detach())))
@@ -57,9 +59,9 @@ class RegionMemory:
     def _grouped(items: list[tuple[int, torch.Tensor]]) -> list[RegionGroup]:
         return grouped(items, min(max(sum(flat.numel() for _, flat in items) // 6, _LEAST), _MOST))
 
-    def digests(self, wanted: Collection[int]) -> dict[int, list[int]]:
-        """The digest of each home of the regions ``wanted``, as they are now. Work that this thread queued on the
-        devices is waited for."""
+    def digests(self, wanted: Collection[int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
+        """The digests of the regions ``wanted`` as they are now: of one home each, and (region, digest) of every other
+        home. A region without a home has none. Work that this thread queued on the devices is waited for."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         some = self._groups
@@ -68,18 +70,29 @@ class RegionMemory:
             some = self._grouped([(r, flat) for r, flat in self._device if r in picked])
         for group in some:
             group.start()
-        found: dict[int, list[int]] = {r: [] for r in wanted}
-        self._hash_host([r for r in wanted if r in self._host], found)
+        found: dict[int, int] = {}
+        others: list[tuple[int, int]] = []
+        self._hash_host([r for r in wanted if r in self._host], found, others)
         for group in some:
+            if not self._several:
+                found.update(zip(group.keys, group.values(), strict=True))
+                continue
             for region, value in zip(group.keys, group.values(), strict=True):
-                found[region].append(value)
-        return found
+                if region in found:
+                    others.append((region, value))
+                else:
+                    found[region] = value
+        return found, others
 
-    def _hash_host(self, regions: Sequence[int], found: dict[int, list[int]]) -> None:
+    def _hash_host(self, regions: Sequence[int], found: dict[int, int], others: list[tuple[int, int]]) -> None:
         def hash_some(some: Iterable[int]) -> None:
             for r in some:
                 for home, view in self._host[r]:
-                    found[r].append(digest_tensor(home, self._share.name(r)) if view is None else digest_bytes(view))
+                    value = digest_tensor(home, self._share.name(r)) if view is None else digest_bytes(view)
+                    if r in found:
+                        others.append((r, value))
+                    else:
+                        found[r] = value
 
         threads = min(_THREADS, os.cpu_count() or 1)
         if threads > 1 and sum(self._share.plan.regions[r].nbytes for r in regions) > _WORTH_THREADS:

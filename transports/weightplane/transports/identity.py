@@ -20,6 +20,7 @@ __all__ = ["LiveSpans", "MemoryWatch", "ModuleLayout"]
 _Tensor: Any = torch.Tensor
 _children_of = operator.attrgetter("_modules")
 _tensors_of = operator.attrgetter("_parameters", "_buffers")
+_FORM: tuple[Any, ...] = (operator.attrgetter("shape"), operator.attrgetter("dtype"), _Tensor.stride)
 
 
 class LiveSpans(list[torch.Tensor]):
@@ -111,7 +112,7 @@ class ModuleLayout:
         self._names: list[Any] = []
         self._ids: list[int] = []
         self._addresses: list[int] = []
-        self._states: list[list[Any]] = []
+        self._forms: list[list[Any]] = []
 
     def changed(self) -> bool:
         """Whether anything is other than at the last call; True at the first."""
@@ -122,7 +123,7 @@ class ModuleLayout:
             and all(map(operator.is_, tensors, self._tensors))
             and self._naming() == self._names
             and not self.moved()
-            and _forms(self.tensors()) == self._states
+            and self._same_forms(self.tensors())
         )
         if same:
             return False
@@ -133,7 +134,8 @@ class ModuleLayout:
         self._names = self._naming()
         self._ids = self._identities()
         held = self.tensors()
-        self._addresses, self._states = list(map(_Tensor.data_ptr, held)), _forms(held)
+        self._addresses = list(map(_Tensor.data_ptr, held))
+        self._forms = [[of(t) for t in held] for of in _FORM]
         return True
 
     def moved(self) -> bool:
@@ -144,6 +146,10 @@ class ModuleLayout:
     def tensors(self) -> list[torch.Tensor]:
         """What is held now, by module, parameters first; each once, however many names its module has."""
         return [t for t in chain.from_iterable(map(dict.values, self._holders)) if t is not None]
+
+    def _same_forms(self, held: list[torch.Tensor]) -> bool:
+        # Shapes are compared one by one and dropped: thousands held at once would set the garbage collector off.
+        return all(all(map(operator.eq, map(of, held), known)) for of, known in zip(_FORM, self._forms, strict=True))
 
     def _identities(self) -> list[int]:
         return list(map(id, chain.from_iterable(map(dict.values, chain(self._parents, self._holders)))))
@@ -159,13 +165,3 @@ class ModuleLayout:
             list(chain.from_iterable(self._holders)),
             [frozenset(m._non_persistent_buffers_set) for m in self._buffered],
         ]
-
-
-def _forms(held: list[torch.Tensor]) -> list[list[Any]]:
-    whole = list(map(_Tensor.is_contiguous, held))
-    return [
-        [t.shape for t in held],
-        [t.dtype for t in held],
-        whole,
-        [t.stride() for t, w in zip(held, whole, strict=True) if not w],
-    ]
