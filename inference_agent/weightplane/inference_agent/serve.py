@@ -111,7 +111,7 @@ def run_agent(
         served.engine,
         labels=labels,
         transports=transports,
-        serving_address=serving_address,
+        serving_address=serving_address or served.engine.serving_address,
     )
     restore = _signals(stop) if install_signals else {}
     why = "it was asked to stop"

@@ -165,6 +165,11 @@ class Engine(ABC):
     def evidence(self) -> Evidence:
         """The best evidence its receipts can carry."""
 
+    @property
+    def serving_address(self) -> str:
+        """Where routers reach it (host:port), if it serves by itself; else empty."""
+        return ""
+
     # --- what it holds
 
     @abstractmethod

@@ -1,0 +1,74 @@
+"""What the adapter asks of a vLLM, by whatever way it is reached. Every call has a time limit and says what failed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightplane.controlplane.core.model import PauseMode
+
+from ..base import EngineError
+
+__all__ = ["Driver", "DriverError", "DriverTimeout"]
+
+
+class DriverError(EngineError):
+    """vLLM refused a call, or cannot be reached."""
+
+
+class DriverTimeout(DriverError):
+    """vLLM did not answer in time: whether it did what was asked is unknown."""
+
+
+class Driver(ABC):
+    """One vLLM: an instance, or several that are one replica (data parallel). Thread-safe; timeouts in seconds."""
+
+    #: For people: how it is reached.
+    name: str = "driver"
+
+    @property
+    @abstractmethod
+    def instances(self) -> int:
+        """How many engines; each has workers of its own."""
+
+    @property
+    @abstractmethod
+    def pause_modes(self) -> tuple[PauseMode, ...]:
+        """Those that work here."""
+
+    @abstractmethod
+    def alive(self, timeout: float) -> bool:
+        """Whether every instance answers."""
+
+    @abstractmethod
+    def initialise(self, infos: Sequence[Mapping[str, Any]], timeout: float) -> None:
+        """``init_weight_transfer_engine`` with one info per instance."""
+
+    @abstractmethod
+    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Returns once no forward pass runs. WAIT returns once the requests in flight are done."""
+
+    @abstractmethod
+    def resume(self, timeout: float) -> None:
+        """Let generation go on."""
+
+    @abstractmethod
+    def is_paused(self, timeout: float) -> bool:
+        """Whether every instance is paused."""
+
+    @abstractmethod
+    def is_sleeping(self, timeout: float) -> bool:
+        """Whether any instance sleeps."""
+
+    @abstractmethod
+    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
+        """Start, update and finish, on every worker; with a ``label`` that is vLLM's weight version afterwards."""
+
+    @abstractmethod
+    def clear_cache(self, timeout: float) -> None:
+        """Drop the prefix cache, that of requests in flight included."""
+
+    def close(self) -> None:
+        """Free what the driver holds. Default: nothing."""
+        return None

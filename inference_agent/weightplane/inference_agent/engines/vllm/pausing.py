@@ -1,0 +1,149 @@
+"""vLLM knows one pause; here it gets holders. Calls to vLLM run on a thread of their own: nobody waits for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from weightplane.controlplane.core.model import PauseMode
+from weightplane.inference_agent.threads import WorkThread, detached
+
+from .drivers import Driver, DriverError
+
+__all__ = ["PauseDesk"]
+
+log = logging.getLogger("weightplane.inference_agent")
+
+_CALL_S = 30.0
+_WAIT_S = 3600.0  # for requests in flight to end; the update that waits has a deadline of its own and resumes
+_RESUME_S = 2.0  # that a caller of ``resume`` waits for vLLM
+
+
+class PauseDesk:
+    """Generation runs while nobody holds it. ``noted``: called when the holders changed, for who comes after us.
+
+    A hold is *in force* once vLLM confirmed. While one is, another is at once (requests that stand still cannot drain).
+    """
+
+    def __init__(self, driver: Driver, noted: Callable[[tuple[str, ...]], None]) -> None:
+        self._driver, self._noted = driver, noted
+        self._cond = threading.Condition()
+        self._holds: dict[str, int] = {}  # holder: the number of its pause
+        self._force: set[str] = set()
+        self._failed: dict[str, Exception] = {}
+        self._number = 0
+        self._calls = WorkThread("weightplane-vllm-pause")
+
+    @property
+    def holders(self) -> frozenset[str]:
+        """Who holds."""
+        with self._cond:
+            return frozenset(self._holds)
+
+    def pause(self, holder: str, mode: PauseMode, clear_cache: bool = False) -> None:
+        """Begin; returns at once."""
+        if mode not in self._driver.pause_modes:
+            have = ", ".join(self._driver.pause_modes)
+            raise ValueError(f"pause mode {mode}: this vLLM ({self._driver.name}) has {have}")
+        with self._cond:
+            self._number += 1
+            number = self._holds[holder] = self._number
+            self._failed.pop(holder, None)
+            standing = bool(self._force)
+            if standing:
+                self._force.add(holder)
+                self._cond.notify_all()
+            self._noted(tuple(sorted(self._holds)))
+        if standing and mode is not PauseMode.ABORT:
+            return
+
+        def work() -> None:
+            self._pause(holder, number, mode, clear_cache)
+
+        if mode is PauseMode.WAIT:
+            detached("weightplane-vllm-drain", work)
+        else:
+            self._calls.submit(work)
+
+    def _pause(self, holder: str, number: int, mode: PauseMode, clear_cache: bool) -> None:
+        error: Exception | None = None
+        try:
+            self._driver.pause(mode, clear_cache, _WAIT_S if mode is PauseMode.WAIT else _CALL_S)
+        except Exception as e:
+            error = e
+        with self._cond:
+            if self._holds.get(holder) == number:
+                if error is None:
+                    self._force.add(holder)
+                else:
+                    self._failed[holder] = error
+                self._cond.notify_all()
+            elif not self._holds and error is None:
+                self._calls.submit(self._resume)  # our pause came after the resume
+
+    def wait(self, holder: str, timeout: float) -> bool:
+        """Wait until its hold is in force. Raises what vLLM answered instead."""
+        end = time.monotonic() + timeout
+        with self._cond:
+            while True:
+                if holder in self._failed:
+                    raise self._failed[holder]
+                if holder not in self._holds:
+                    return False
+                if holder in self._force:
+                    return True
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._cond.wait(left)
+
+    def in_force(self) -> bool:
+        """Whether generation is known to stand still."""
+        with self._cond:
+            return bool(self._force)
+
+    def resume(self, holder: str) -> None:
+        """Let go of one hold; the last one lets vLLM go on. Waits for vLLM a moment, not longer."""
+        with self._cond:
+            if self._holds.pop(holder, None) is None:
+                return
+            self._force.discard(holder)
+            self._failed.pop(holder, None)
+            self._cond.notify_all()
+            last = not self._holds
+            self._noted(tuple(sorted(self._holds)))
+        if last:
+            done = self._calls.submit(self._resume)
+            try:
+                done.result(_RESUME_S)
+            except TimeoutError:
+                log.warning("vLLM has not confirmed within %.1f s that generation goes on", _RESUME_S)
+
+    def _resume(self) -> None:
+        with self._cond:
+            if self._holds:
+                return
+        try:
+            self._driver.resume(_CALL_S)
+        except DriverError as e:
+            log.error("vLLM does not let generation go on: %s", e)
+
+    def let_go(self, left_by: tuple[str, ...]) -> None:
+        """A fresh attachment: end the pause that an agent before us left behind. Nobody may hold here."""
+        if left_by and not self.holders:
+            log.warning("vLLM stood still, paused by an agent that is gone (%s): it goes on", ", ".join(left_by))
+            self._resume()
+
+    def again(self) -> None:
+        """The engine started anew and knows nothing of its pauses: begin them again."""
+        with self._cond:
+            holders = list(self._holds)
+            self._force.clear()
+        for holder in holders:
+            self.pause(holder, PauseMode.KEEP)
+
+    def close(self) -> None:
+        """No more calls."""
+        self._calls.stop()

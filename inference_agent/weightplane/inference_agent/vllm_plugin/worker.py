@@ -1,0 +1,331 @@
+"""One vLLM worker as a worker of a replica: what it holds, its staging memory, its end of the transports' channels.
+
+Three threads meet here. The *session* thread (``session.py``) answers the agent and never blocks: it only aborts. The
+*data* thread runs everything else that the agent asks, in order. vLLM's *main* thread calls ``survey`` and ``apply``
+from inside vLLM's own calls, while the data thread waits for its next order: the agent asks one thing at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.model import Verify
+from weightplane.controlplane.core.placement import full_box
+from weightplane.controlplane.core.plan import Plan
+from weightplane.inference_agent.caches import Newest
+from weightplane.inference_agent.engines.arena import Arena, available_bytes
+from weightplane.inference_agent.engines.base import EngineError, LocalTensors
+from weightplane.inference_agent.hello import enabled_transports, worker_offers
+from weightplane.inference_agent.receipts import Ledger, Sink, WorkerPlan
+from weightplane.inference_agent.threads import WorkThread
+from weightplane.inference_agent.transfer import Channels, LocalWorker
+from weightplane.transports import registry
+from weightplane.transports.base import ArmToken, ReceiveChannel
+from weightplane.transports.dtypes import dtype_of
+
+from . import loading
+from .wire import State, channel_from, manifest_from, plan_from
+
+__all__ = ["WorkerReplica"]
+
+log = logging.getLogger("weightplane.vllm")
+
+_KEPT = 4
+
+
+class _Update:
+    """The update under way here."""
+
+    def __init__(self, update_id: str, version: int, manifest: Manifest) -> None:
+        self.update_id, self.version, self.manifest = update_id, version, manifest
+        self.receiver: LocalWorker | None = None
+        self.outcome: dict[str, Any] | None = None  # of the load
+
+
+class WorkerReplica:
+    """See the module text. ``model``: the live model and its config, asked anew each time (vLLM may retarget)."""
+
+    def __init__(
+        self,
+        model: Callable[[], tuple[torch.nn.Module, Any]],
+        device: torch.device,
+        *,
+        quantized: bool,
+    ) -> None:
+        self.life = uuid.uuid4().hex
+        self.state = State()
+        self.on_state: Callable[[State], None] = lambda _: None
+        self._model, self._device = model, device
+        self._quantized = quantized
+        self._most_host: int | None = None
+        self._lock = threading.Lock()
+        self._manifests, self._plans, self._surveys = Newest(_KEPT), Newest(_KEPT), Newest(_KEPT)
+        self._shares = Newest(2 * _KEPT)
+        self._slot: tuple[str, Arena, LocalTensors] | None = None
+        self._channels: dict[str, Channels] = {}
+        self._opened: dict[tuple[str, str], tuple[Channels, ReceiveChannel]] = {}
+        self._data = WorkThread("weightplane-data")
+        self._update: _Update | None = None
+
+    # --- any thread
+
+    def limit_host(self, nbytes: int | None) -> None:
+        """The most host memory that staging may take."""
+        self._most_host = nbytes
+
+    def staging_refusal(self) -> str:
+        """Why there is no room for a copy of the model, as far as can be said before a manifest is known."""
+        model, _ = self._model()
+        need = loading.checkpoint_bytes(model)
+        if self._most_host is not None and need > self._most_host:
+            return f"staging needs about {need} bytes of host memory, the limit is {self._most_host}"
+        free = available_bytes()
+        if free is not None and need > free:
+            return f"staging needs about {need} bytes of host memory, {free} are available"
+        return ""
+
+    @property
+    def landed(self) -> int:
+        """Payload bytes of the update under way that are in the slot."""
+        u = self._update
+        return u.receiver.landed if u is not None and u.receiver is not None else 0
+
+    def abort(self, update_id: str, reason: str) -> None:
+        """Make whatever blocks in the channel leave. Returns at once."""
+        u = self._update
+        if u is not None and u.receiver is not None and update_id in ("", u.update_id):
+            u.receiver.channel.abort(reason)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run on the data thread."""
+        self._data.submit(work)
+
+    def _tell(self, **changes: Any) -> None:
+        with self._lock:
+            self.state = State.of({**self.state.json(), **changes})
+            state = self.state
+        self.on_state(state)
+
+    # --- the data thread: what the agent asks
+
+    def do(self, what: str, m: dict[str, Any]) -> Any:
+        """Answer one question. Raises what its work raises."""
+        handler = getattr(self, f"_do_{what}", None)
+        if handler is None:
+            raise EngineError(f"this worker knows no {what!r}")
+        return handler(m)
+
+    def _do_offers(self, m: dict[str, Any]) -> Any:
+        known = [n for n in m["transports"] if n in registry.names()]
+        why = {n: "not installed beside vLLM" for n in m["transports"] if n not in known}
+        transports, refused = enabled_transports(None)
+        usable = {n: t for n, t in transports.items() if n in known}
+        offers, failed = worker_offers(m["member"], self._device.type, usable)
+        why.update({n: r for n, r in refused.items() if n in known})
+        return {"offers": [o.SerializeToString().hex() for o in offers], "why": {**why, **failed}}
+
+    def _do_manifest(self, m: dict[str, Any]) -> Any:
+        manifest = manifest_from(m["manifest"])
+        self._manifests.keep(manifest.id, manifest)
+        return {}
+
+    def _do_surveyed(self, m: dict[str, Any]) -> Any:
+        """What ``survey`` found, run meanwhile by vLLM's main thread."""
+        found = self._surveys.get(m["manifest_id"])
+        if found is None:
+            raise EngineError(f"manifest {m['manifest_id']} was not surveyed here: did vLLM pass the call on?")
+        if isinstance(found, str):
+            raise EngineError(found)
+        manifest = self._manifests[m["manifest_id"]]
+        return {
+            "taken": [i for i, t in enumerate(manifest) if t.name in found.taken],
+            "problems": found.problems,
+            "untaken": found.untaken,
+            "dropped": found.dropped,
+        }
+
+    def _do_begin(self, m: dict[str, Any]) -> Any:
+        manifest = self._manifests.get(m["manifest_id"])
+        if manifest is None:
+            raise EngineError(f"manifest {m['manifest_id']} is not known here")
+        self._forget("another update begins")
+        self._reserve(manifest)
+        self._update = _Update(m["update_id"], m["version"], manifest)
+        return {"staging_bytes": self._slot[1].nbytes if self._slot else 0}
+
+    def _reserve(self, manifest: Manifest) -> None:
+        """Host memory for every tensor that this worker takes; kept for as long as the manifest stays."""
+        if self._slot is not None and self._slot[0] == manifest.id:
+            return
+        self._slot = None
+        self._shares.clear()
+        found = self._surveys[manifest.id]
+        roots = {manifest.root(i) for i, t in enumerate(manifest) if t.name in found.taken}
+        like = {i: torch.empty(1, dtype=dtype_of(manifest.tensors[i].dtype)) for i in sorted(roots)}
+        shapes = [like[i].as_strided(manifest.tensors[i].shape, [0] * len(manifest.tensors[i].shape)) for i in like]
+        arena = Arena(shapes, self._most_host)
+        at = dict(zip(like, arena.staged, strict=True))
+        targets = {
+            i: (at[manifest.root(i)], full_box(t.shape)) for i, t in enumerate(manifest) if manifest.root(i) in at
+        }
+        self._slot = (manifest.id, arena, targets)
+
+    def _do_open(self, m: dict[str, Any]) -> Any:
+        u = self._open(m["update_id"])
+        assert self._slot is not None
+        plan = self._plan(m)
+        member, channel = m["member"], channel_from(m["channel"])
+        key = (plan.id, member)
+        if key not in self._shares:
+            fresh = WorkerPlan(plan, u.manifest, member)
+            self._shares.keep(key, (fresh, Sink(fresh, self._slot[2])))
+        share, sink = self._shares[key]
+        transports, _ = enabled_transports(None)
+        channels = self._channels.setdefault(m["group"], Channels(m["group"], transports))
+        opened = channels.get(channel, member)
+        self._opened[channel.channel_id, member] = (channels, opened)
+        ledger = Ledger(share, u.update_id, Verify(m["verify"]), m["as_they_come"], sink)
+        u.receiver = LocalWorker(member, self._data, opened, share, opened.bytes_landed, sink, ledger)
+        return {}
+
+    def _plan(self, m: dict[str, Any]) -> Plan:
+        if "plan" in m:
+            plan = plan_from(m["plan"])
+            self._plans.keep(plan.id, plan)
+        found: Plan | None = self._plans.get(m["plan_id"])
+        if found is None:
+            raise EngineError(f"plan {m['plan_id']} is not known here")
+        return found
+
+    def _do_arm(self, m: dict[str, Any]) -> Any:
+        r = self._receiver(m["update_id"])
+        wanted = set(m["buckets"])
+        r.armed_buckets = [b for b in r.share.buckets if b.index in wanted]
+        token = ArmToken(m["update_id"], m["epoch"], m["generation"])
+        r.channel.arm(token, r.armed_buckets, time.monotonic() + m["remaining_s"])
+        return {}
+
+    def _do_take(self, m: dict[str, Any]) -> Any:
+        r = self._receiver(m["update_id"])
+        bucket = next(b for b in r.armed_buckets if b.index == m["bucket"])
+        r.take(bucket)
+        return {"landed": r.landed}
+
+    def _do_receipt(self, m: dict[str, Any]) -> Any:
+        r = self._receiver(m["update_id"])
+        return {"missing": r.missing(), "elements": r.elements(), "digests": list(r.packed()), "landed": r.landed}
+
+    def _do_applied(self, m: dict[str, Any]) -> Any:
+        """How the load went, which vLLM's main thread ran meanwhile."""
+        u = self._open(m["update_id"])
+        if u.outcome is None:
+            raise EngineError(f"update {u.update_id} was not loaded here: did vLLM pass the call on?")
+        if u.outcome["error"]:
+            raise EngineError(u.outcome["error"], u.outcome["tensors"])
+        return u.outcome
+
+    def _do_commit(self, m: dict[str, Any]) -> Any:
+        u = self._open(m["update_id"])
+        self._do_applied(m)
+        self._tell(version=u.version, update_id=u.update_id, mixed="")
+        self._update = None
+        return {}
+
+    def _do_drop(self, m: dict[str, Any]) -> Any:
+        u = self._update
+        if u is not None and m["update_id"] in ("", u.update_id):
+            self._forget(m["reason"])
+        if m["wrote"] and not self.state.mixed:
+            self._spoil(m["reason"])
+        return {}
+
+    def _do_close_channel(self, m: dict[str, Any]) -> Any:
+        """The channel of an update that ended badly: closed, not to be used again."""
+        channels, channel = self._opened.pop((m["channel_id"], m["member"]), (None, None))
+        if channels is not None and channel is not None:
+            channels.discard([channel])
+        return {}
+
+    def _do_paused_by(self, m: dict[str, Any]) -> Any:
+        self._tell(paused_by=m["holders"])
+        return {}
+
+    def _open(self, update_id: str) -> _Update:
+        u = self._update
+        if u is None or u.update_id != update_id:
+            raise EngineError(f"update {update_id!r} is not open in this worker (open: {u.update_id if u else 'none'})")
+        return u
+
+    def _receiver(self, update_id: str) -> LocalWorker:
+        r = self._open(update_id).receiver
+        if r is None:
+            raise EngineError(f"update {update_id!r} has no channel open in this worker")
+        return r
+
+    def _forget(self, reason: str) -> None:
+        u = self._update
+        self._update = None
+        if u is not None and u.receiver is not None and u.outcome is None:
+            log.debug("update %s ends here: %s", u.update_id, reason)
+
+    def _spoil(self, reason: str) -> None:
+        self._tell(version=0, update_id="", mixed=self.state.mixed or reason)
+
+    def agent_gone(self) -> None:
+        """The agent's connection ended: nothing more comes. Data thread."""
+        for channels in self._channels.values():
+            channels.close()
+        self._channels.clear()
+        self._opened.clear()
+        u = self._update
+        if u is not None and u.outcome is not None:
+            self._spoil(f"update {u.update_id} was loaded and never confirmed: its agent is gone")
+        self._update = None
+
+    # --- vLLM's main thread
+
+    def survey(self, manifest_id: str) -> None:
+        """Find out where the manifest goes; kept for ``surveyed``. Never raises: vLLM would call the engine broken."""
+        manifest = self._manifests.get(manifest_id)
+        if manifest is None or manifest_id in self._surveys:
+            return
+        model, _ = self._model()
+        try:
+            found: Any = loading.survey(model, manifest, self._device, self._quantized)
+        except Exception as e:
+            log.exception("manifest %s could not be surveyed", manifest_id)
+            found = f"vLLM's loader could not be followed: {type(e).__name__}: {e}"
+        self._surveys.keep(manifest_id, found)
+
+    def apply(self, update_id: str) -> None:
+        """Load the staged bytes into the live model; the outcome is kept for ``applied``. Never raises."""
+        u = self._update
+        if u is None or u.update_id != update_id or self._slot is None:
+            log.error("update %s is not staged here: nothing was loaded", update_id)
+            return
+        self._tell(mixed=self.state.mixed or f"update {update_id} is being applied")
+        model, config = self._model()
+        start = time.monotonic()
+        try:
+            written = loading.load(model, config, self._device, self._weights(u), self._surveys[u.manifest.id])
+            u.outcome = {"error": "", "tensors": [], "elements": written, "load_s": time.monotonic() - start}
+        except Exception as e:
+            log.exception("update %s could not be loaded; the engine holds a mix", update_id)
+            names = list(getattr(e, "tensors", ()))
+            u.outcome = {"error": f"{type(e).__name__}: {e}", "tensors": names}
+            self._spoil(f"update {update_id} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
+
+    def _weights(self, u: _Update) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._slot is not None
+        taken = self._surveys[u.manifest.id].taken
+        for i, t in enumerate(u.manifest):
+            if t.name in taken:
+                yield t.name, self._slot[2][i][0]

@@ -1,0 +1,141 @@
+"""Real vLLM servers, and the agents beside them, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from .models import ENVIRONMENT, PROMPTS, TOKENS
+
+START_S = 240.0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class VllmServer:
+    """``vllm`` as its users start it, on one core. ``start`` waits until it is healthy; it may be started again."""
+
+    def __init__(self, model: Path, log: Path, core: int = 0, environment: dict[str, str] | None = None) -> None:
+        self.model, self.log, self.core = model, log, core
+        self.environment = environment or {}
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> VllmServer:
+        """Start without waiting."""
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
+            **self.environment,
+        }
+        options = {
+            "--model": str(self.model),
+            "--served-model-name": "m",
+            "--dtype": "float32",
+            "--max-model-len": "512",
+            "--max-num-seqs": "8",
+            "--kv-cache-memory-bytes": str(64 << 20),
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--weight-transfer-config": json.dumps({"backend": "weightplane"}),
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [*command, *(w for pair in options.items() for w in pair)],
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def wait_healthy(self) -> VllmServer:
+        end = time.monotonic() + START_S
+        while True:
+            assert self.process is not None and self.process.poll() is None, self.log.read_text()[-4000:]
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=2) as answer:
+                    if answer.status == 200:
+                        return self
+            except OSError:
+                pass
+            assert time.monotonic() < end, f"vLLM did not start: {self.log.read_text()[-4000:]}"
+            time.sleep(0.2)
+
+    def start(self) -> VllmServer:
+        return self.launch().wait_healthy()
+
+    def kill(self) -> None:
+        """SIGKILL to the server and everything that it started."""
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.process.wait(30)
+            self.process = None
+
+    def post(self, path: str, body: Any = None, timeout: float = 60.0) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method="POST")
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return json.loads(answer.read() or b"{}")
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return json.loads(answer.read() or b"{}")
+
+    def generate(self, prompt: list[int], tokens: int = TOKENS, timeout: float = 60.0) -> list[int]:
+        """Greedy tokens."""
+        body = {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        return list(self.post("/v1/completions", body, timeout)["choices"][0]["token_ids"])
+
+    def all_tokens(self) -> list[list[int]]:
+        """Of every prompt."""
+        return [self.generate(p) for p in PROMPTS]
+
+    def label(self) -> str:
+        """vLLM's own word for what it holds."""
+        return str(self.get("/weight_info")["weight_version"])
+
+
+class AgentProcess:
+    """``weightplane inference-agent --engine vllm`` as its users start it."""
+
+    def __init__(self, address: str, group: str, replica_id: str, url: str, log: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "weightplane.cli", "inference-agent", "--address", address, "--group", group]
+        command += ["--replica-id", replica_id, "--engine", "vllm", "--engine-option", f"url={url}", *options]
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        self.log = log
+
+    def stop(self) -> int:
+        self.process.terminate()
+        try:
+            return self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait(20)
