@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 from benchmarks._common import GB, GIB, MIB, SAMPLES, WARM_UPS, Report, Result, Rounds, parser
 from benchmarks._fleet import Fleet, Layout, Sample, members
-from benchmarks._models import MODELS, ON_CPU, REAL
+from benchmarks._models import MODELS, ON_CPU, REAL, model_bytes
 from benchmarks._picture import draw
 from benchmarks._process import MemberFailed, Process
 from benchmarks._ways import DIGEST_SHARE, FLOORS, bucket_bytes, limit_of
@@ -270,7 +270,7 @@ def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__ or "")
     made.add_argument("--transport", action="append", default=[], help="a registered one; repeat; default all usable")
     made.add_argument("--model", action="append", default=[], choices=MODELS, help="repeat")
-    made.add_argument("--receivers", action="append", default=[], type=int, help="repeat; default 1, 2, 8; cuda 1")
+    made.add_argument("--receivers", action="append", default=[], type=int, help="repeat; default: see receivers_of")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--colocated", action="store_true", help="with --device cuda: everything on GPU 0")
     buckets = "repeat; by default what _ways.py says for the transport"
@@ -282,6 +282,15 @@ def arguments() -> argparse.ArgumentParser:
     return made
 
 
+def receivers_of(name: str, args: argparse.Namespace) -> list[int]:
+    """As asked; or one, and 2 and 8 where a host without cards holds that many copies and moves them in seconds."""
+    if args.receivers:
+        return list(args.receivers)
+    if args.device == "cuda" or model_bytes(name) > GB // 2:
+        return [1]
+    return [1, 2] if args.quick else [1, 2, 8]
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run and report; 1 with ``--strict`` if a floor was missed."""
     args = arguments().parse_args(words)
@@ -289,14 +298,14 @@ def main(words: Sequence[str] | None = None) -> int:
     args.digests = {"on": [True], "off": [False], "both": [False, True]}[args.digests]
     quick = ["16MiB", "1GiB", "tiny"]
     models = args.model or (list(REAL) if cuda else quick if args.quick else list(ON_CPU))
-    receivers = args.receivers or ([1] if cuda else [1, 2] if args.quick else [1, 2, 8])
     report = Report("transports", args.json, cuda=cuda)
-    layout = Layout.of(args.device, args.colocated, max(receivers), len(report.machine.get("cards", ())))
+    most = max(n for name in models for n in receivers_of(name, args))
+    layout = Layout.of(args.device, args.colocated, most, len(report.machine.get("cards", ())))
     crew = Crew(layout)
     try:
         transports = usable(crew, args.transport)
         for name in models:
-            for n in receivers:
+            for n in receivers_of(name, args):
                 Case(crew, name, n, report, args).measure(transports)
     finally:
         crew.close()

@@ -1,0 +1,104 @@
+#!/bin/bash
+# One part of what a GPU host is asked for; everything it finds goes to $OUT. Needs the folder of gpu_bundle.sh.
+#
+#   bash benchmarks/gpu_host.sh setup        what is here: versions, cards, which transports work and why not
+#   bash benchmarks/gpu_host.sh tests        pytest -m gpu; are the ids that passed those that were collected?
+#   bash benchmarks/gpu_host.sh wires        benchmarks/transports.py across two GPUs and on one
+#   bash benchmarks/gpu_host.sh buckets      the same across, by bucket size, without digests, 3 samples
+#   bash benchmarks/gpu_host.sh updates      benchmarks/updates.py across and on one
+#   bash benchmarks/gpu_host.sh many         transports and updates to three receivers (four GPUs)
+#
+# Several parts may be named; each takes at most PART_S seconds (default 540) and keeps what it found so far.
+# More words for the benchmarks: WIRES='--model dense' UPDATES='--transport nccl'; for pytest: TESTS='-k ucx'.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-.bench/gpu}
+SITE=${SITE:-/tmp/weightplane-site}
+CARRY=${CARRY:-.carry-gpu}
+PART_S=${PART_S:-540}
+PYTHON=${PYTHON:-python3}
+mkdir -p "$OUT"
+
+if [ ! -e "$SITE/.ready" ]; then
+  rm -rf "$SITE" && mkdir -p "$SITE"
+  "$PYTHON" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="fully_trusted")' \
+    "$CARRY/site.tar.xz" "$SITE" && touch "$SITE/.ready" || exit 1
+fi
+PYTHONPATH=$("$PYTHON" benchmarks/_checkout.py "$SITE") || exit 1
+export PYTHONPATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export WEIGHTPLANE_COMMIT=${WEIGHTPLANE_COMMIT:-$(cat "$CARRY/COMMIT" 2>/dev/null || echo unknown)}
+export WEIGHTPLANE_BENCH_TIMEOUT_S=${WEIGHTPLANE_BENCH_TIMEOUT_S:-60}
+
+# bench NAME SCRIPT WORDS…: the figures to $OUT/NAME.json, drawn in $OUT/NAME.png, the rest to $OUT/NAME.log
+bench() {
+  local name=$1 script=$2
+  shift 2
+  echo "== $name: $script $*"
+  timeout -k 10 "$PART_S" "$PYTHON" "benchmarks/$script" --strict --json "$OUT/$name.json" "$@" 2>&1 | tee "$OUT/$name.log"
+  local status=${PIPESTATUS[0]}
+  [ ! -e "$OUT/$name.json" ] || "$PYTHON" benchmarks/_picture.py "$OUT/$name.json" "$OUT/$name.png" || true
+  echo "== $name: exit status $status"
+}
+
+setup() {
+  echo "== setup: commit $WEIGHTPLANE_COMMIT"
+  "$PYTHON" - <<'P' 2>&1 | tee "$OUT/setup.txt"
+import importlib, sys
+from importlib.metadata import version
+print("python", sys.version.split()[0])
+for module, package in {
+    "torch": "torch", "triton": "triton", "grpc": "grpcio", "google.protobuf": "protobuf", "grpc_status": "grpcio-status",
+    "xxhash": "xxhash", "typer": "typer", "rich": "rich", "nccl.core": "nccl4py", "nixl_cu13": "nixl-cu13",
+    "cuda.bindings": "cuda-bindings", "cuda.core": "cuda-core", "pytest": "pytest", "pytest_asyncio": "pytest-asyncio",
+    "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis", "pynvml": "nvidia-ml-py", "matplotlib": "matplotlib",
+}.items():
+    try:
+        importlib.import_module(module)
+        print(f"{package:16}", version(package))
+    except Exception as e:
+        print(f"{package:16} MISSING: {type(e).__name__}: {e}")
+from weightplane.transports import registry
+for name, probe in registry.available().items():
+    print(f"{name:10}", "works" if probe.ok else f"does not work: {probe.reason}", dict(probe.details))
+P
+  nvidia-smi -L; nvidia-smi topo -m
+}
+
+tests() {
+  echo "== tests"
+  local started=$SECONDS
+  timeout 120 "$PYTHON" -m pytest -m gpu --collect-only -q -p no:cacheprovider --continue-on-collection-errors ${TESTS:-} \
+    >"$OUT/collected.txt" 2>&1
+  timeout -k 10 $((PART_S - SECONDS + started)) "$PYTHON" -m pytest -m gpu -v -p no:cacheprovider \
+    --continue-on-collection-errors ${TESTS:-} 2>&1 | tee "$OUT/tests.log" | grep -vE ' (PASSED|SKIPPED)' | tail -120
+  "$PYTHON" benchmarks/_test_ids.py "$OUT/collected.txt" "$OUT/tests.log" | tee "$OUT/tests.txt"
+}
+
+wires() {
+  bench wires-across transports.py --device cuda ${WIRES:-}
+  bench wires-colocated transports.py --device cuda --colocated ${WIRES:-}
+}
+
+buckets() {
+  bench buckets-across transports.py --device cuda --digests off --quick --bucket-bytes 16MiB --bucket-bytes 64MiB \
+    --bucket-bytes 256MiB --bucket-bytes 1GiB ${WIRES:-}
+}
+
+updates() {
+  local levels="--verify default --verify sampled --verify off"
+  bench updates-across updates.py --device cuda $levels --profile ${UPDATES:-}
+  bench updates-colocated updates.py --device cuda --colocated --transport cuda_ipc --mode in_place $levels \
+    --verify full ${UPDATES:-}
+}
+
+many() {
+  bench wires-many transports.py --device cuda --receivers 1 --receivers 3 --model dense ${WIRES:-}
+  bench updates-many updates.py --device cuda --replicas 3 --mode in_place --model dense ${UPDATES:-}
+}
+
+for part in "${@:-setup}"; do
+  case $part in
+    setup | tests | wires | buckets | updates | many) $part ;;
+    *) echo "no part $part: setup, tests, wires, buckets, updates, many" >&2; exit 2 ;;
+  esac
+done
