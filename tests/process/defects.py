@@ -41,11 +41,8 @@ class Torn(TorchModuleEngine):
         return ""
 
     def apply(self, update_id: str) -> None:
-        for worker in self._taken:
-            for live, slot in worker:
-                assert slot is not None
-                live.tensor.copy_(slot)
-                time.sleep(_PASS_S / 2)
+        for _ in self._known().copies.steps():
+            time.sleep(_PASS_S / 2)
 
 
 class Mislabelled(TorchModuleEngine):
