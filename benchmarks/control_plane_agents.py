@@ -123,7 +123,10 @@ class Agent:
     async def receipt(self, u: ag.DesiredUpdate, epoch: int) -> None:
         """Say what arrived: nothing, as planned."""
         receipt = up.Receipt(
-            update_id=u.update_id, member=f"{self.rid}/0", plan_id=u.plan_id, evidence=cm.EVIDENCE_RECEIVED
+            update_id=u.update_id,
+            member=f"{self.rid}/0",
+            plan_id=u.channels[0].plan_id,
+            evidence=cm.EVIDENCE_RECEIVED,
         )
         request = ag.PutReceiptRequest(
             group=GROUP, replica_id=self.rid, incarnation="life", epoch=epoch, receipt=receipt

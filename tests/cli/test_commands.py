@@ -61,6 +61,9 @@ def test_status_lists_groups_and_replicas(site: Site) -> None:
     said = site.json("status", "-g", GROUP)
     assert said["group"]["committed_step"] == "7"
     assert said["replicas"][0]["labels"] == {"zone": "x"} and said["replicas"][0]["routable"] is True
+    (reached,) = said["replicas"][0]["transports"]
+    assert reached["transport"] == "shm" and reached["workers"] == [0] and "preference" in reached["reason"]
+    assert "passed over" in site.run("status", "-g", GROUP, "--transports")
 
 
 def test_updates_show_what_was_published(site: Site) -> None:
@@ -180,7 +183,9 @@ def test_transports_and_doctor_say_what_works_here(site: Site) -> None:
     assert {"external": True, "grpc": True, "shm": True, "ucx": True}.items() <= works.items()
     checks = site.json("doctor", "-g", GROUP)
     assert checks["ok"] is True
-    assert {"control plane", "transport shm", "replica a"} <= {c["check"] for c in checks["checks"]}
+    found = {c["check"]: c["found"] for c in checks["checks"]}
+    assert {"control plane", "transport shm", "replica a"} <= found.keys()
+    assert found["reaching a, worker 0"].startswith("shm: ")
     nobody = weightplane("doctor", "-a", "127.0.0.1:1", "--json")
     assert nobody.returncode == 4
     assert [c["check"] for c in json.loads(nobody.stdout)["checks"] if not c["ok"]] == ["control plane"]

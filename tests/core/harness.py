@@ -18,7 +18,14 @@ LONG = 1e9
 class Group:
     """A group under test, with its clock. ``do`` takes an event; ``last`` holds the effects of that step."""
 
-    def __init__(self, replicas: int = 2, ranks: int = 1, modes: tuple[tuple[Mode, ...], ...] = ((Mode.STAGED,),)):
+    def __init__(
+        self,
+        replicas: int = 2,
+        ranks: int = 1,
+        modes: tuple[tuple[Mode, ...], ...] = ((Mode.STAGED,),),
+        reach: tuple[tuple[str, str], ...] = (("shm", "shm"),),
+    ):
+        """``modes`` and ``reach`` (the transport that each of the two workers offers) are dealt to the replicas."""
         self.s = model.GroupState("g", "cluster", 1)
         self.now = 100.0
         self.last: list[Any] = []
@@ -28,6 +35,7 @@ class Group:
         self.n = 0
         self.ranks = ranks
         self.modes = {f"r{i}": modes[i % len(modes)] for i in range(replicas)}
+        self.reach = {f"r{i}": reach[i % len(reach)] for i in range(replicas)}
 
     def do(self, event: Any, answer_writes: bool = True) -> list[Any]:
         self.s, self.last, self.reason = group.step(self.s, event, self.now)
@@ -73,7 +81,7 @@ class Group:
         return self.s.replicas[rid].incarnation
 
     def hello(self, rid: str, incarnation: str = "", session: int = 0) -> None:
-        workers = (model.Worker(0, "h", "", (Offer("shm"),)), model.Worker(1, "h", "", (Offer("shm"),)))
+        workers = tuple(model.Worker(i, "h", "", (Offer(t),)) for i, t in enumerate(self.reach[rid]))
         said = model.Replica(rid, incarnation or f"{rid}#1", workers=workers, modes=self.modes[rid], pause_modes=PAUSES)
         self.n += 1
         self.do(events.ReplicaHello(session or self.n, said))
@@ -112,7 +120,7 @@ class Group:
             "lineage": "l",
             "seed": trainer.encode().ljust(32),
             "host_id": "h",
-            "offers": (Offer("shm"),),
+            "offers": tuple(Offer(t) for t in sorted({t for both in self.reach.values() for t in both})),
             "generation": 0,
         }
         calls = [self.call(events.InitTransfer, rank=r, **{**usual, **fields}) for r in range(self.ranks)]
@@ -224,8 +232,7 @@ def wanted(update_id: str = "u1", **fields: Any) -> desired.DesiredUpdate:
         "lineage": "l",
         "generation": 1,
         "manifest_id": "m",
-        "plan_id": "",
-        "channel": None,
+        "channels": (),
         "mode": Mode.STAGED,
         "pause": PauseMode.KEEP,
         "cache": model.CachePolicy.CLEAR,
@@ -260,7 +267,7 @@ class Agent:
 
     def to(self, where: str, update_id: str = "u1") -> Agent:
         """Drive an update up to a place named as the simulator names it."""
-        one = (desired.ArmedCall(1, ((0, 4),)),)
+        one = (desired.ArmedCall(1, (("c", 0, 4),)),)
         if where == "IDLE":
             return self
         self.told(wanted(update_id, **self.want))

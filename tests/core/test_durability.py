@@ -66,7 +66,7 @@ def test_a_drain_whose_write_failed_says_so_and_is_written_again() -> None:
 
 def verifying(generation: int = 1, step_: int = 10) -> GroupState:
     """A group one verified vote away from its decision."""
-    part = Part("a", "life", Mode.STAGED, "", "c", stage=Stage.PREPARED, voted=True)
+    part = Part("a", "life", Mode.STAGED, "", ("c",), stage=Stage.PREPARED, voted=True)
     u = Update(
         update_id="u",
         version=5,

@@ -106,7 +106,7 @@ def mixed() -> tuple[Group, str, str]:
     g.join()
     u = g.s.open
     assert u is not None
-    return g, u.parts["r0"].channel_id, u.parts["r1"].channel_id
+    return g, u.parts["r0"].channels[0], u.parts["r1"].channels[0]
 
 
 def test_rule_3_a_channel_never_mixes_modes_and_in_place_goes_last() -> None:
@@ -129,9 +129,9 @@ def test_rule_3_the_gate_opens_when_the_last_unprepared_staged_participant_is_ex
     g.join()
     u = g.s.open
     assert u is not None
-    g.send(1, ((u.parts["r0"].channel_id, 0, 4),))
+    g.send(1, ((u.parts["r0"].channels[0], 0, 4),))
     g.digests()
-    g.send(2, ((u.parts["r2"].channel_id, 0, 4),))
+    g.send(2, ((u.parts["r2"].channels[0], 0, 4),))
     g.vote("r0")
     g.say(Stage.FAILED, "r1", failure=Failure(Reason.ENGINE, "no"))
     pushed = {rid for e in g.last if isinstance(e, events.Push) for rid in e.replica_ids}

@@ -21,9 +21,12 @@ RANKS = st.integers(0, 1)
 class Coordinator(RuleBasedStateMachine):
     """Three replicas, two ranks, one store that answers when it likes."""
 
-    @initialize(modes=st.sampled_from([((Mode.STAGED,),), ((Mode.STAGED,), (Mode.IN_PLACE,))]))
-    def begin(self, modes: Any) -> None:
-        self.g = Group(replicas=3, ranks=2, modes=modes).fleet()
+    @initialize(
+        modes=st.sampled_from([((Mode.STAGED,),), ((Mode.STAGED,), (Mode.IN_PLACE,))]),
+        reach=st.sampled_from([(("shm", "shm"),), (("shm", "grpc"), ("grpc", "grpc"))]),
+    )
+    def begin(self, modes: Any, reach: Any) -> None:
+        self.g = Group(replicas=3, ranks=2, modes=modes, reach=reach).fleet()
         self.committed = self.g.s.committed
         self.decided: dict[str, int] = {}
         self.minted: dict[int, str] = {}
@@ -39,6 +42,8 @@ class Coordinator(RuleBasedStateMachine):
             same = before.open is not None and before.open.update_id == after.open.update_id
             inv.inv_participants_frozen(before.open if same else None, after.open)
             inv.inv_excluded_never_votes(after, after.open)
+            if not same:
+                inv.inv_channels(after, after.open)
             if same and before.open is not None and before.open.phase is not after.open.phase:
                 allowed = {
                     Phase.PREPARING: (Phase.TRANSFERRING, Phase.ABORTING),
@@ -122,7 +127,7 @@ class Coordinator(RuleBasedStateMachine):
         u = self.g.s.open
         if u is None:
             return
-        modes = {p.channel_id: p.mode for p in u.parts.values()}
+        modes = {c: p.mode for p in u.parts.values() for c in p.channels}
         for plan in list(u.plans.values()):
             for rank in range(2):
                 self.take(events.DigestsIn(self.generation, u.update_id, u.epoch, rank, plan.plan_id))

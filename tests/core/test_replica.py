@@ -11,7 +11,7 @@ from weightplane.controlplane.core.model import Held, Mode, PauseMode, Stage
 from weightplane.controlplane.core.reasons import Failure, Reason
 
 NO = Failure(Reason.ENGINE, "no")
-CALL = (ArmedCall(1, ((0, 4),)),)
+CALL = (ArmedCall(1, (("c", 0, 4),)),)
 
 
 def stage(a: Agent) -> Stage:
@@ -49,7 +49,7 @@ def test_rule_3_in_place_is_armed_only_once_generation_stands_still() -> None:
 
 def test_rule_4_calls_are_armed_in_order_one_at_a_time() -> None:
     a = Agent().to("JOINED")
-    two = (*CALL, ArmedCall(2, ((4, 1),)))
+    two = (*CALL, ArmedCall(2, (("c", 4, 1),)))
     assert a.told(wanted(calls=two, all_called=True)) == ["Arm"]
     assert a.do(replica.Armed("u1", 1)) == ["SendReport"]
     assert a.do(replica.Received("u1", 1)) == ["Arm"]

@@ -71,7 +71,7 @@ class Machine(RuleBasedStateMachine):
             self.outcome.setdefault(u, outcome)
         decision = self.outcome.get(u, "")
         known = len(t.want.calls) if mine and t is not None else 0
-        made = tuple(ArmedCall(n, ((n, 1),)) for n in range(1, max(known, calls) + 1))
+        made = tuple(ArmedCall(n, (("c", n, 1),)) for n in range(1, max(known, calls) + 1))
         if mine and t is not None and t.want.all_called:
             made = t.want.calls
         done = len(made) == 2

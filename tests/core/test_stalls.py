@@ -49,7 +49,7 @@ def test_silence_that_the_coordinator_was_awake_for_still_ends_a_lease() -> None
 
 
 def aborting() -> GroupState:
-    part = Part("a", "life", Mode.IN_PLACE, "", "c", stage=Stage.ARMED)
+    part = Part("a", "life", Mode.IN_PLACE, "", ("c",), stage=Stage.ARMED)
     u = Update(
         "u", 5, "l", 1, 1, "r", "", Options("m", 1), Phase.ABORTING, {"a": part}, (), ("c",), 0.0, 100.0, 99.0,
         frozen=True, aborting_until=11.0,

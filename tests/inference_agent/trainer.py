@@ -200,8 +200,10 @@ class Trainer:
         values: Values,
         spoil: Callable[[Any, Any], None] | None = None,
         hashed: Values | None = None,
+        apart: bool = False,
     ) -> None:
-        """Arm, declare everything in one call, send, flush, on every rank at once. Digests are of ``hashed``."""
+        """Arm, declare everything in one call (``apart``: each channel in its own, one after the other), send, flush,
+        on every rank at once. Digests are of ``hashed``."""
         deadline = time.monotonic() + 20
         token = ArmToken(self.update_id, self.epoch, self.generation)
         plans = {c.channel_id: self.plan(c.plan_id) for c in started.channels}
@@ -219,18 +221,15 @@ class Trainer:
                 plan = plans.get(c.channel_id)
                 if plan is None:
                     continue
-                spans = SourceSpans(plan, self.manifest, member, mine)
-                sender = self.sender(c, member)
+                work.append((c, plan, SourceSpans(plan, self.manifest, member, mine), self.sender(c, member)))
+            for seq, some in enumerate([[w] for w in work] if apart else [work], 1):
+                one_call(rank, seq, some)
+
+        def one_call(rank: int, seq: int, work: list[Any]) -> None:
+            for _, _, spans, sender in work:
                 sender.arm(token, spans.buckets, deadline)
-                work.append((c, plan, spans, sender))
-            self.call(
-                "UpdateWeights",
-                generation=self.generation,
-                update_id=self.update_id,
-                epoch=self.epoch,
-                rank=rank,
-                seq=1,
-            )
+            named = [agent_pb2.BucketRange(channel_id=c.channel_id) for c, *_ in work] if apart else []
+            self.ours("UpdateWeights", rank=rank, seq=seq, buckets=named)
             for _, _, spans, sender in work:
                 for bucket in spans.buckets:
                     out = spans.spans(bucket)

@@ -247,7 +247,7 @@ GOOD: dict[str, tuple[str, Make]] = {
     "FleetService.WakeReplica": ("joined", lambda _: fl.WakeReplicaRequest(**R)),
     "FleetService.ListGroups": ("joined", lambda _: fl.ListGroupsRequest()),
     "FleetService.GetGroup": ("joined", lambda _: fl.GetGroupRequest(group="g")),
-    "FleetService.ListReplicas": ("joined", lambda _: fl.ListReplicasRequest(group="g")),
+    "FleetService.ListReplicas": ("bound", lambda _: fl.ListReplicasRequest(group="g")),
     "FleetService.ListUpdates": ("committed", lambda _: fl.ListUpdatesRequest(group="g")),
     "FleetService.WatchGroup": ("joined", lambda _: fl.WatchGroupRequest(group="g")),
     "FleetService.DrainReplica": ("joined", lambda _: fl.DrainReplicaRequest(**R)),

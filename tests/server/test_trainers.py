@@ -160,13 +160,13 @@ async def test_no_transport_is_explained_per_replica() -> None:
         await replica.start()
         trainer = Trainer(running.address)
         answer = await trainer.init()
-        assert answer.choices[0].transport == "" and not answer.channels
+        assert answer.choices[0].transport == "" and not answer.channels and list(answer.choices[0].workers) == [0]
         assert [(r.transport, r.reason) for r in answer.choices[0].refusals if r.transport == "grpc"] == [
-            ("grpc", "worker 0: port in use")
+            ("grpc", "the worker: port in use")
         ]
         await trainer.put_manifest()
         error = await refused(trainer.start(), "NOT_ENOUGH_REPLICAS")
-        assert "port in use" in (error.details() or "")
+        assert "worker 0" in (error.details() or "") and "port in use" in (error.details() or "")
         await replica.kill()
 
 

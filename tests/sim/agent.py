@@ -55,11 +55,14 @@ class Op:
 class Agent:
     """One replica's agent. All its timers die with its life and wait while it is stopped."""
 
-    def __init__(self, world: World, rid: str, workers: int, modes: tuple[Mode, ...], transports: tuple[str, ...]):
+    pieces = PIECES
+
+    def __init__(self, world: World, rid: str, modes: tuple[Mode, ...], transports: tuple[tuple[str, ...], ...]):
+        """``transports``: what each worker offers."""
         self.world, self.rid = world, rid
         self.rng = world.rng(f"agent/{rid}")
         self.modes, self.transports = modes, transports
-        self.engine = Engine(workers)
+        self.engine = Engine(len(transports))
         self.life = 0
         self.alive = self.stopped = self.helper_stopped = False
         self.cut_off = -1.0  # partitioned until
@@ -83,7 +86,8 @@ class Agent:
         self.op: Op | None = None
         self.pauses: dict[str, Op] = {}
         self.staging: dict[int, dict[int, Held]] = {}
-        self.armed: tuple[str, int, frozenset[int]] | None = None
+        self.armed: tuple[str, int, tuple[frozenset[int], ...]] | None = None  # buckets of each worker
+        self.armed_for: dict[tuple[str, int], tuple[frozenset[int], ...]] = {}
         self.progress = 0
         self.engine.paused = {"dirty"} if self.engine.mixed else set()
         self.world.judge.life_began(self)
@@ -188,8 +192,10 @@ class Agent:
             self._run(self.life, self.feed, (replica.Desired(want),))
 
     def description(self) -> model.Replica:
-        offers = tuple(model.Offer(t, b"addr") for t in self.transports)
-        workers = tuple(model.Worker(i, "host-0", "", offers) for i in range(self.engine.workers))
+        workers = tuple(
+            model.Worker(i, "host-0", "", tuple(model.Offer(t, b"addr") for t in offered))
+            for i, offered in enumerate(self.transports)
+        )
         return model.Replica(
             self.rid,
             self.incarnation,
@@ -321,6 +327,7 @@ class Agent:
         def done(op: Op) -> None:
             self.op = None
             self.staging = {}
+            self.armed_for = {}
             self.feed(replica.Checked(e.update_id))
 
         self.begin("check", e.update_id, 0.001, 0.02, lambda op: self.report_receipts(op, placed, done))
@@ -329,10 +336,15 @@ class Agent:
         t = self.state.taking
         assert t is not None
         call = next(c for c in t.want.calls if c.seq == e.seq)
-        buckets = frozenset(b for first, n in call.ranges for b in range(first, first + n))
+        channel_of = {w: c.channel_id for c in t.want.channels for w in c.workers}
+        buckets = tuple(
+            frozenset(b for c, first, n in call.ranges if c == channel_of[w] for b in range(first, first + n))
+            for w in range(self.engine.workers)
+        )
 
         def done(op: Op) -> None:
             self.armed = (e.update_id, e.seq, buckets)
+            self.armed_for[e.update_id, e.seq] = buckets
             self.feed(replica.Armed(e.update_id, e.seq))
             if not op.cancelled:
                 self.maybe_received()
@@ -343,6 +355,8 @@ class Agent:
         """A bucket lands on one worker: from the transport's thread, not the agent's."""
         if self.armed is None or self.armed[:2] != (update_id, seq) or self.engine.life != self.engine_life:
             return
+        if bucket not in self.armed[2][worker]:
+            return  # nobody waits for it there
         op = self.op
         t = self.state.taking
         assert op is not None and t is not None
@@ -361,7 +375,7 @@ class Agent:
         if self.armed is None:
             return
         update_id, seq, buckets = self.armed
-        if all(buckets <= self.staging.get(w, {}).keys() for w in range(self.engine.workers)):
+        if all(of_it <= self.staging.get(w, {}).keys() for w, of_it in enumerate(buckets)):
             self.op, self.armed = None, None
             self.feed(replica.Received(update_id, seq))
 

@@ -105,10 +105,10 @@ def inv_ends_in_time(s: GroupState, now: float) -> None:
 
 
 def inv_participants_frozen(before: model.Update | None, after: model.Update) -> None:
-    """Participants (replica, incarnation, mode) never change once frozen."""
+    """Participants (replica, incarnation, mode, channels) never change once frozen."""
     if before is not None:
-        old = [(p.replica_id, p.incarnation, p.mode, p.channel_id) for p in before.parts.values()]
-        new = [(p.replica_id, p.incarnation, p.mode, p.channel_id) for p in after.parts.values()]
+        old = [(p.replica_id, p.incarnation, p.mode, p.channels) for p in before.parts.values()]
+        new = [(p.replica_id, p.incarnation, p.mode, p.channels) for p in after.parts.values()]
         if old != new:
             raise Violation("inv_participants_frozen", f"{after.update_id}: participants went from {old} to {new}")
 
@@ -123,6 +123,28 @@ def inv_only_eligible_join(s: GroupState, u: model.Update, now: float) -> None:
         if not fit or r.admin not in (Admin.ACTIVE, Admin.QUARANTINED) or p.replica_id in u.options.exclude:
             why = f"{r.liveness}, {r.admin}, lease until {r.lease_until:.2f} at {now:.2f}, life {r.incarnation}"
             raise Violation("inv_only_eligible_join", f"{p.replica_id} takes part in {u.update_id}: {why}")
+
+
+def inv_channels(s: GroupState, u: model.Update) -> None:
+    """Every worker of a participant receives by one channel that it is a member of; a channel never mixes modes."""
+    channels = {c.channel_id: c for c in s.trainer.channels} if s.trainer is not None else {}
+    modes: dict[str, Mode] = {}
+    for p in u.parts.values():
+        workers = s.replicas[p.replica_id].workers
+        members = [f"{p.replica_id}/{w.index}" for w in workers]
+        fit = len(members) == len(p.channels) and all(
+            c in u.channels and c in channels and member in channels[c].receivers
+            for member, c in zip(members, p.channels, strict=True)
+        )
+        if not fit:
+            raise Violation("inv_channels", f"{members} take part in {u.update_id} by {p.channels} of {u.channels}")
+        for worker, c in zip(workers, p.channels, strict=True):
+            if channels[c].transport not in {o.transport for o in worker.offers}:
+                raise Violation("inv_channels", f"{p.replica_id}/{worker.index} does not offer {channels[c].transport}")
+            if modes.setdefault(c, p.mode) is not p.mode:
+                raise Violation(
+                    "inv_channels", f"channel {c} of {u.update_id} is staged for one and in place for another"
+                )
 
 
 def inv_one_update(before: GroupState, event: Any, after: GroupState, effects: list[Any]) -> None:
@@ -166,7 +188,7 @@ def inv_finish_complete(u: model.Update, receipts: dict[Any, Any], min_replicas:
             raise Violation("inv_finish_complete", f"{p.replica_id} ({p.stage.name}) is not verified in {u.update_id}")
         if got is None or any(piece != u.held for worker in got for piece in worker):
             raise Violation("inv_finish_complete", f"{u.update_id} is decided, and {p.replica_id} holds {got}")
-    for c in {p.channel_id for p in active}:
+    for c in {c for p in active for c in p.channels}:
         declared = sum(n for call in u.calls for ch, _, n in call.ranges if ch == c)
         if c not in u.plans or declared != u.plans[c].buckets:
             raise Violation("inv_finish_complete", f"{u.update_id}: {declared} buckets of channel {c} were declared")
@@ -244,11 +266,16 @@ def inv_armed_first(s: GroupState, e: events.UpdateWeights, agents: dict[str, An
     channels = {c for c, _, _ in call.ranges}
     for p in u.parts.values():
         agent = agents[p.replica_id]
-        if p.excluded or p.channel_id not in channels or agent.incarnation != p.incarnation:
+        if p.excluded or channels.isdisjoint(p.channels) or agent.incarnation != p.incarnation:
             continue
         t = agent.state.taking
         if t is None or t.want.update_id != u.update_id or t.armed_seq < e.seq:
             raise Violation("inv_armed_first", f"call {e.seq} of {u.update_id} may send; {p.replica_id} is not armed")
+        armed = agent.armed_for.get((u.update_id, e.seq), ())
+        for worker, channel in enumerate(p.channels):
+            needs = {b for c, first, n in call.ranges if c == channel for b in range(first, first + n)}
+            if not needs <= (armed[worker] if worker < len(armed) else set()):
+                raise Violation("inv_armed_first", f"call {e.seq}: {p.replica_id}/{worker} is armed for {armed}")
 
 
 def inv_generation(before: GroupState, event: Any, after: GroupState, holder_seen: float, now: float) -> None:
@@ -433,6 +460,11 @@ def inv_vote_is_true(before: replica.ReplicaState, after: replica.ReplicaState, 
         return
     if not a.want.all_called or a.received_seq < max(c.seq for c in a.want.calls if c.ranges):
         raise Violation("inv_vote_is_true", f"{after.incarnation} votes for {a.want.update_id}, bytes are missing")
+    short = [w for w in range(agent.engine.workers) if len(agent.staging.get(w, ())) < agent.pieces]
+    if short and agent.engine.life == agent.engine_life:
+        raise Violation(
+            "inv_vote_is_true", f"{after.incarnation} votes for {a.want.update_id}, workers {short} lack bytes"
+        )
     fenced = a.want.mode is Mode.IN_PLACE or a.want.pause is model.PauseMode.WAIT
     if fenced and not agent.engine.paused:
         raise Violation("inv_vote_is_true", f"{after.incarnation} votes for {a.want.update_id} while it generates")
@@ -444,7 +476,7 @@ def inv_in_place_last(agent: Any, effects: list[Any], s: GroupState | None) -> N
         t = agent.state.taking
         if not isinstance(e, replica.Arm) or t is None or t.want.mode is not Mode.IN_PLACE:
             continue
-        if "update" not in agent.engine.paused:
+        if "update" not in agent.engine.paused and agent.engine.life == agent.engine_life:
             raise Violation("inv_in_place_last", f"{agent.incarnation} arms live parameters while it generates")
         u = s.open if s is not None else None
         if u is None or u.update_id != e.update_id or u.phase not in BEFORE:

@@ -113,6 +113,7 @@ class Judge:
             same = u is not None and u.update_id == a.update_id
             if not same:
                 inv.inv_only_eligible_join(after, a, w.now)
+                inv.inv_channels(after, a)
                 inv.inv_pending_first(after, a, w.agents, self.decided)
                 if self.rewinding and c is w.leader and a.options.pause is not model.PauseMode.ABORT:
                     raise inv.Violation("inv_rewind", f"{a.update_id} pauses with {a.options.pause} while rewinding")

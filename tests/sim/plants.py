@@ -17,6 +17,7 @@ from weightplane.controlplane.core import (
     group,
     members,
     model,
+    negotiate,
     operators,
     progress,
     replica,
@@ -82,48 +83,38 @@ PLANTS: list[Plant] = []
 
 #: Seeds that find a plant fast today. Any seed may serve: the search goes on with the others.
 HINTS: dict[str, int] = {
-    "excluded_replicas_vote": 9,
-    "reports_of_former_lives_count": 3,
-    "agents_obey_any_epoch": 4,
+    "reports_of_former_lives_count": 11,
     "drained_replicas_join": 1,
-    "participants_follow_restarts": 11,
-    "in_place_starts_at_once": 2,
-    "bytes_before_armed": 2,
-    "votes_before_drained": 5,
-    "unknown_means_written": 14,
+    "participants_follow_restarts": 3,
+    "only_the_first_channel_is_covered": 1,
+    "votes_before_drained": 1,
+    "unknown_means_written": 1,
     "aborts_do_not_wait_in_deciding": 2,
-    "doubt_means_drop": 29,
+    "doubt_means_drop": 5,
     "one_worker_is_enough": 2,
-    "aborted_before_drained": 4,
-    "a_living_holder_loses_the_group": 5,
-    "fenced_trainers_go_on": 11,
-    "answered_before_durable": 5,
-    "rewinding_waits_for_rollouts": 40,
-    "a_busy_group_begins_another": 3,
-    "a_restart_forgets_what_is_committed": 5,
-    "the_freeze_forgets_its_version": 1,
-    "applies_while_generating": 0,
-    "beats_of_former_lives_count": 8,
+    "a_living_holder_loses_the_group": 1,
+    "answered_before_durable": 1,
+    "rewinding_waits_for_rollouts": 5,
+    "a_busy_group_begins_another": 1,
+    "a_restart_forgets_what_is_committed": 2,
+    "the_freeze_forgets_its_version": 2,
+    "beats_of_former_lives_count": 9,
     "the_prepare_deadline_is_not_enforced": 4,
-    "a_drain_may_take_for_ever": 30,
-    "aborts_are_told_at_the_end": 4,
-    "silent_replicas_are_waited_for": 14,
+    "a_drain_may_take_for_ever": 8,
+    "silent_replicas_are_waited_for": 2,
     "silent_trainers_are_waited_for": 44,
-    "votes_are_not_compared": 9,
-    "a_new_life_inherits_its_version": 0,
-    "agents_report_what_they_remember": 0,
+    "votes_are_not_compared": 15,
+    "only_the_first_channel_is_compared": 1,
     "dirty_replicas_stay_dirty": 4,
     "the_store_decides_again": 9,
-    "commit_before_the_store": 2,
-    "doubt_resolves_to_abort": 47,
-    "voters_abort_at_the_deadline": 5,
-    "pending_replicas_join": 17,
-    "excluded_replicas_commit": 9,
+    "doubt_resolves_to_abort": 9,
+    "pending_replicas_join": 22,
+    "excluded_replicas_vote": 18,
+    "excluded_replicas_commit": 7,
     "dirty_is_not_fenced": 2,
-    "a_resume_removes_every_pause": 12,
-    "ready_means_routable": 5,
-    "votes_apply_at_once": 2,
-    "stepping_down_in_silence": 29,
+    "a_resume_removes_every_pause": 3,
+    "ready_means_routable": 2,
+    "stepping_down_in_silence": 15,
 }
 
 
@@ -206,6 +197,60 @@ def bytes_before_armed(p: Patch) -> None:
         tx.put_update(replace(u, waiters=tuple(w for w in u.waiters if w not in ready)))
 
     p.attr(progress, "maybe_armed", maybe_armed)
+
+
+@plant("rule 4", "inv_armed_first")
+def only_the_first_channel_is_waited_for(p: Patch) -> None:
+    """UpdateWeights waits for a replica only if the call names the channel of its first worker."""
+    old = progress.maybe_armed
+
+    def maybe_armed(tx, u):
+        parts = {rid: replace(x, channels=x.channels[:1]) for rid, x in u.parts.items()}
+        old(tx, replace(u, parts=parts))
+        now = tx.state.open
+        tx.put_update(replace(now, parts=u.parts))
+
+    p.attr(progress, "maybe_armed", maybe_armed)
+
+
+@plant("rule 4", "inv_armed_first")
+def only_the_first_channel_is_armed(p: Patch) -> None:
+    """A replica is told to arm the buckets of its first worker's channel alone."""
+    old = desired._desired_update
+
+    def desired_update(state, r, u, now):
+        want = old(state, r, u, now)
+        if want is None:
+            return None
+        first = u.parts[r.replica_id].channels[0]
+        calls = tuple(replace(c, ranges=tuple(x for x in c.ranges if x[0] == first)) for c in want.calls)
+        return replace(want, calls=calls)
+
+    p.attr(desired, "_desired_update", desired_update)
+
+
+@plant("rule 5", "inv_vote_is_true")
+def only_the_first_channel_is_covered(p: Patch) -> None:
+    """A replica is told that everything was called once the channel of its first worker is covered."""
+    old = desired._desired_update
+
+    def desired_update(state, r, u, now):
+        want = old(state, r, u, now)
+        covered = progress.covered(u, u.parts[r.replica_id].channels[0]) if want is not None else False
+        return replace(want, all_called=bool(want.calls) and covered) if want is not None else None
+
+    p.attr(desired, "_desired_update", desired_update)
+
+
+@plant("rule 3", "inv_channels")
+def channels_mix_modes(p: Patch) -> None:
+    """A channel is bound for all replicas that its transport reaches, whatever modes they take."""
+    old = negotiate.bind
+
+    def bind(ranks, replicas, *rest):
+        return old(ranks, [replace(r, modes=(Mode.STAGED, Mode.IN_PLACE)) for r in replicas], *rest)
+
+    p.attr(negotiate, "bind", bind)
 
 
 @plant("rule 5", "inv_vote_is_true")
@@ -429,6 +474,13 @@ def votes_are_not_compared(p: Patch) -> None:
         old(tx, u)
 
     p.attr(progress, "maybe_decide", maybe_decide)
+
+
+@plant("finish never succeeds short of its manifest", "inv_finish_complete", ("r.corrupt", "r.corrupt"))
+def only_the_first_channel_is_compared(p: Patch) -> None:
+    """The receipts of the workers of one channel stand for all of a replica's."""
+    old = progress.members_by_channel
+    p.attr(progress, "members_by_channel", lambda part: dict(list(old(part).items())[:1]))
 
 
 @plant(

@@ -19,6 +19,8 @@ from .invariants import Violation, inv_heals
 from .trainer import Trainer
 from .world import World
 
+#: What the workers of a replica offer: mostly all the same, often each its own.
+OFFERS = (("shm", "grpc"), ("shm", "grpc"), ("grpc",), ("ucx", "grpc"))
 MODES = ((Mode.STAGED,), (Mode.STAGED,), (Mode.IN_PLACE,), (Mode.STAGED, Mode.IN_PLACE))
 
 
@@ -29,7 +31,7 @@ def profile_of(seed: int) -> Profile:
     big = n >= 12
     return Profile(
         replicas=n,
-        workers=rng.choice((1, 2)) if not big else 1,
+        workers=rng.choice((1, 2, 2, 3)) if not big else rng.choice((1, 1, 2)) if n < 50 else 1,
         trainers=rng.choice((1, 1, 1, 2)),
         duration=15.0 if n == 50 else 30.0 if big else rng.choice((25.0, 45.0, 70.0)),
         loss=rng.choice((0.0, 0.01, 0.04)),
@@ -43,8 +45,10 @@ def build(seed: int, profile: Profile, trace: bool = False) -> World:
     rng = Random(f"{seed}/build")
     w = World(seed, profile, trace)
     for i in range(profile.replicas):
-        transports = rng.choice((("shm", "grpc"), ("shm", "grpc"), ("grpc",)))
-        w.agents[f"r{i}"] = Agent(w, f"r{i}", profile.workers, rng.choice(MODES), transports)
+        offers = (rng.choice(OFFERS),) * profile.workers
+        if rng.random() < 0.5:
+            offers = tuple(rng.choice(OFFERS) for _ in range(profile.workers))
+        w.agents[f"r{i}"] = Agent(w, f"r{i}", rng.choice(MODES), offers)
     for i in range(profile.trainers):
         Trainer(w, f"t{i}", rng.choice((1, 1, 2, 4)), 0.2 + 6.0 * i)
     return w

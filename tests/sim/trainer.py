@@ -33,6 +33,7 @@ class Publish:
     selector: tuple[tuple[str, str], ...] = ()
     exclude: tuple[str, ...] = ()
     digests_late: bool = False
+    apart: bool = False  # a call for each channel
 
 
 class Trainer:
@@ -200,7 +201,7 @@ class Trainer:
     def init(self, takeover: bool, resume: int | None, generation: int = 0) -> Script:
         """InitTransfer by every rank, then sessions and placements."""
         w = self.world
-        offers = tuple(model.Offer(t) for t in ("shm", "grpc"))
+        offers = tuple(model.Offer(t) for t in ("shm", "grpc", "ucx"))
         self.uid += 1
         seed = f"{self.name}{self.life}.{self.uid}".encode().ljust(32)[:32]
         failure = yield from self.calls(
@@ -280,6 +281,7 @@ class Trainer:
             selector=(("zone", "a"),) if r.random() < 0.03 else (),
             exclude=(r.choice(sorted(self.world.agents)),) if r.random() < 0.05 else (),
             digests_late=r.random() < 0.3,
+            apart=r.random() < 0.25,
         )
 
     def publish(self, p: Publish) -> Script:
@@ -338,16 +340,14 @@ class Trainer:
         """The calls, the bytes, the digests."""
         w = self.world
         # staged channels first, in calls of their own, where the modes are mixed
-        modes = {part.channel_id: part.mode for part in u.parts.values()}
+        modes = {c: part.mode for part in u.parts.values() for c in part.channels}
         staged = [c for c in u.channels if modes[c] is Mode.STAGED]
         placed = [c for c in u.channels if modes[c] is not Mode.STAGED]
         rounds: list[tuple[tuple[str, int, int], ...]] = []
         for group in (staged, placed) if staged and placed else (list(u.channels),):
-            if p.calls == 1:
-                rounds.append(tuple((c, 0, PIECES) for c in group))
-            else:
-                for first, n in ((0, 1), (1, PIECES - 1)) if p.calls == 2 else ((0, 1), (1, 1), (2, 1)):
-                    rounds.append(tuple((c, first, n) for c in group))
+            cuts = {1: ((0, PIECES),), 2: ((0, 1), (1, PIECES - 1)), 3: ((0, 1), (1, 1), (2, 1))}[p.calls]
+            for together in [[c] for c in group] if p.apart else [group]:
+                rounds.extend(tuple((c, first, n) for c in together) for first, n in cuts)
         digests_at = len(rounds) - 1 if p.digests_late and not (staged and placed) else 0
         for seq, ranges in enumerate(rounds, 1):
             if seq - 1 == digests_at and p.verify is not model.Verify.OFF:
@@ -360,7 +360,7 @@ class Trainer:
                     ranks=[0],
                 )
                 return "ABORTED BY ITSELF"
-            declared = () if len(rounds) == 1 and p.calls == 1 and self.rng.random() < 0.5 else ranges
+            declared = () if len(rounds) == 1 and self.rng.random() < 0.5 else ranges
             failure = yield from self.calls(
                 lambda r, seq=seq, declared=declared: events.UpdateWeights(
                     "", w.now + 8.0, self.generation, u.update_id, epoch, r, seq, declared
@@ -388,13 +388,14 @@ class Trainer:
         w.judge.bytes_sent(u, seq, ranges)
         for part in u.parts.values():
             agent = w.agents[part.replica_id]
+            if not (agent.up() and self.up()):
+                continue
             for channel, first, n in ranges:
-                if channel == part.channel_id and agent.up() and self.up():
+                for worker in [i for i, c in enumerate(part.channels) if c == channel]:
                     for b in range(first, first + n):
-                        for worker in range(agent.engine.workers):
-                            tag = Held(u.version, u.update_id)
-                            delay = self.rng.uniform(0.001, 0.03)
-                            w.after(delay, agent.bytes, u.update_id, seq, b, tag, worker)
+                        tag = Held(u.version, u.update_id)
+                        delay = self.rng.uniform(0.001, 0.03)
+                        w.after(delay, agent.bytes, u.update_id, seq, b, tag, worker)
 
     def finale(self, takeover: bool) -> Script:
         """Faults are over: one full update of everything must work."""

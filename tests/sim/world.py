@@ -331,7 +331,9 @@ class Coordinator:
             failure = None
         else:
             got = self.receipts.get((e.update_id, e.replica_id, e.incarnation))
-            failure = None if got is not None and all_are(got, u.held) else BAD_DIGEST
+            asked = [int(m.rpartition("/")[2]) for _, members in e.plans for m in members]
+            fine = got is not None and all_are([got[w] for w in asked], u.held)
+            failure = None if fine else BAD_DIGEST
         evidence = model.Evidence.RECEIVED if failure is None else model.Evidence.NONE
         self.take(events.Verified(e.update_id, e.replica_id, e.incarnation, evidence, failure))
 
@@ -456,7 +458,7 @@ _EFFECTS: dict[type, Callable[[Coordinator, Any], None]] = {
 
 
 def all_are(content: Any, held: model.Held) -> bool:
-    """Whether every piece of every worker is of one version."""
+    """Whether every piece of these workers is of one version."""
     return all(piece == held for worker in content for piece in worker)
 
 

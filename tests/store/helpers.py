@@ -31,7 +31,8 @@ Opener = Callable[[], Store]
 
 def update(version: int, epoch: int = 1, update_id: str = "", replicas: int = 2) -> Update:
     parts = {
-        f"r{i}": Part(f"r{i}", f"life-{i}", Mode.STAGED, "", "c0", bytes_received=1 << 40) for i in range(replicas)
+        f"r{i}": Part(f"r{i}", f"life-{i}", Mode.STAGED, "", ("c0", "c1"), bytes_received=1 << 40)
+        for i in range(replicas)
     }
     return Update(
         update_id=update_id or f"u{version}",
@@ -45,7 +46,7 @@ def update(version: int, epoch: int = 1, update_id: str = "", replicas: int = 2)
         phase=Phase.PREPARING,
         parts=parts,
         absent=(("r9", "it is silent"),),
-        channels=("c0",),
+        channels=("c0", "c1"),
         started_at=5.0,
         deadline=125.0,
         prepare_deadline=124.0,

@@ -101,13 +101,26 @@ def _control_plane(check: Any, address: str, group: str) -> None:
             groups = stub.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=3).groups
             check("control plane", True, f"{address} answers, {len(groups)} group(s)")
             if group:
-                replicas = stub.ListReplicas(fleet_pb2.ListReplicasRequest(group=group), timeout=3).replicas
-                for r in replicas:
+                request = fleet_pb2.ListReplicasRequest(group=group, transports=True)
+                for r in stub.ListReplicas(request, timeout=3).replicas:
                     check(f"replica {r.replica_id}", r.routable, "routable" if r.routable else r.reason, "see status")
+                    _reach(check, r)
         except grpc.RpcError as error:
             todo = "start one (weightplane controlplane) or name it with --address"
             text = error.details() if isinstance(error, grpc.Call) else str(error)
             check("control plane", False, f"{address}: {text}", todo)
+
+
+def _reach(check: Any, r: Any) -> None:
+    """How the trainer reaches each worker of a replica; out of reach is a problem, not yet bound is none."""
+    from . import reach
+
+    if not r.transports:
+        check(f"reaching {r.replica_id}", True, reach.NOT_BOUND)
+    for c in r.transports:
+        passed = reach.refusals(c)
+        found = f"{c.transport or 'no transport'}: {c.reason}{f'. Passed over: {passed}' if passed else ''}"
+        check(f"reaching {r.replica_id}, {reach.workers(c)}", bool(c.transport), found, "mend one of those passed over")
 
 
 def register(app: typer.Typer) -> None:

@@ -13,6 +13,7 @@ from weightplane.v1.common_pb2 import PauseMode, Reason
 from .client import DEFAULT_ADDRESS, AddressOption, Connection, GroupOption, JsonOption, connect, request_id
 from .exits import Exit
 from .output import console, emit_json, err, seconds, table
+from .reach import reached_by, transports_table
 
 __all__ = ["register"]
 
@@ -34,6 +35,9 @@ def _phase(phase: int) -> str:
 
 def status(
     group: Annotated[str, typer.Option("--group", "-g", help="Show this group's replicas; none = every group.")] = "",
+    transports: Annotated[
+        bool, typer.Option("--transports", "-t", help="With -g: also how each worker is reached, and why so.")
+    ] = False,
     address: AddressOption = DEFAULT_ADDRESS,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,7 +62,7 @@ def status(
             table("groups", ["group", "version", "step", "routable", "trainer", "open update"], rows)
             return
         got = c.fleet.GetGroup(fleet_pb2.GetGroupRequest(group=group), timeout=c.timeout)
-        replicas = c.fleet.ListReplicas(fleet_pb2.ListReplicasRequest(group=group), timeout=c.timeout)
+        replicas = c.fleet.ListReplicas(fleet_pb2.ListReplicasRequest(group=group, transports=True), timeout=c.timeout)
     if as_json:
         emit_json({"group": _dict(got.group), "replicas": [_dict(r) for r in replicas.replicas]})
         return
@@ -68,6 +72,8 @@ def status(
         f"epoch {g.epoch}, {g.routable}/{g.replicas} routable"
     )
     _replica_table(list(replicas.replicas))
+    if transports:
+        transports_table(replicas.replicas)
 
 
 def _dict(message: object) -> dict[str, object]:
@@ -86,10 +92,12 @@ def _replica_table(replicas: list[fleet_pb2.ReplicaInfo]) -> None:
             _short(fleet_pb2.AdminState.Name(r.admin), "ADMIN_STATE"),
             "yes" if r.routable else f"no: {r.reason}",
             ", ".join(r.pause_holders) or "-",
+            reached_by(r),
         ]
         for r in replicas
     ]
-    table("replicas", ["replica", "weights", "version", "liveness", "admin", "routable", "paused by"], rows)
+    columns = ["replica", "weights", "version", "liveness", "admin", "routable", "paused by", "reached by"]
+    table("replicas", columns, rows)
 
 
 def _liveness(r: fleet_pb2.ReplicaInfo) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from weightplane.controlplane.core.desired import ArmedCall, DesiredReplica, DesiredUpdate
+from weightplane.controlplane.core.desired import ArmedCall, DesiredChannel, DesiredReplica, DesiredUpdate
 from weightplane.controlplane.core.events import Report
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import (
@@ -167,7 +167,6 @@ def _decision(value: int) -> str:
 
 
 def _update(m: agent_pb2.DesiredUpdate) -> DesiredUpdate:
-    channel_id = m.channel.channel_id
     return DesiredUpdate(
         update_id=m.update_id,
         version=m.version,
@@ -175,16 +174,17 @@ def _update(m: agent_pb2.DesiredUpdate) -> DesiredUpdate:
         lineage=m.lineage,
         generation=m.generation,
         manifest_id=m.manifest_id,
-        plan_id=m.plan_id,
-        channel=_channel(m.channel) if m.HasField("channel") else None,
+        channels=tuple(
+            DesiredChannel(
+                c.channel_id, _channel(c.binding) if c.HasField("binding") else None, c.plan_id, tuple(c.workers)
+            )
+            for c in m.channels
+        ),
         mode=enum(Mode, m.mode, Mode.STAGED),
         pause=enum(PauseMode, m.pause_mode, PauseMode.KEEP),
         cache=enum(CachePolicy, m.cache_policy, CachePolicy.CLEAR),
         verify=enum(Verify, m.verify, Verify.FULL),
-        calls=tuple(
-            ArmedCall(c.seq, tuple((b.first, b.count) for b in c.buckets if b.channel_id in ("", channel_id)))
-            for c in m.calls
-        ),
+        calls=tuple(ArmedCall(c.seq, tuple((b.channel_id, b.first, b.count) for b in c.buckets)) for c in m.calls),
         all_called=m.all_called,
         decision=_decision(m.decision),
         failure=failure(m.failure) if m.HasField("failure") else None,
@@ -202,7 +202,10 @@ def _channel(m: transport_pb2.ChannelBinding) -> Channel:
         replicas=(),
         modes=(),
         bucket_bytes=m.bucket_bytes,
-        offers={member: Offer(o.transport, o.SerializeToString(), o.same_host, tuple(o.reaches)) for member, o in m.offers.items()},
+        offers={
+            member: Offer(o.transport, o.SerializeToString(), o.same_host, tuple(o.reaches))
+            for member, o in m.offers.items()
+        },
         ordinal=m.ordinal,
     )
 

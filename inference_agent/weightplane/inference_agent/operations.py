@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from weightplane.controlplane import failpoints
@@ -60,9 +61,10 @@ class Operations:
         self._work, self._data = self._threads()
         self._transfer: Transfer | None = None
         self._epoch = 0
-        self._manifests, self._plans = Newest(_KEPT), Newest(_KEPT)
-        self._described, self._shares = Newest(_KEPT), Newest(2 * _KEPT)
-        self._live, self._placed = Newest(_KEPT), Newest(_PLACED)
+        each = len(self.members)  # every worker may have a plan of its own
+        self._manifests, self._plans = Newest(_KEPT), Newest(_KEPT * each)
+        self._described, self._shares = Newest(_KEPT), Newest(2 * _KEPT * each)
+        self._live, self._placed = Newest(_KEPT * each), Newest(_PLACED * each)
         self._pauses = Pauses(engine, replica_id, emit, self._pause_failed)
         self._layout = 0
         self._steps = self._last_landed = self._landed_before = 0
@@ -254,21 +256,25 @@ class Operations:
             self._manifests.keep(manifest.id, manifest)
         return manifest
 
-    def _plan(self, t: Transfer, manifest: Manifest) -> Plan:
-        plan: Plan | None = self._plans.get(t.want.plan_id)
+    def _plan(self, t: Transfer, manifest: Manifest, plan_id: str) -> Plan:
+        plan: Plan | None = self._plans.get(plan_id)
         if plan is None:
-            plan = self._calls.plan(t.want.plan_id, manifest, t.deadline, t.cancelled.is_set)
+            plan = self._calls.plan(plan_id, manifest, t.deadline, t.cancelled.is_set)
             self._plans.keep(plan.id, plan)
         return plan
 
     def _open(self, t: Transfer) -> None:
-        """Channels, sinks and ledgers of every worker, on its own data thread."""
-        manifest, channel = t.manifest, t.want.channel
-        if manifest is None or channel is None or not t.want.plan_id:
-            raise Refusal(Failure(Reason.INTERNAL, "a call to arm came without channel or plan", self._replica_id))
-        plan = self._plan(t, manifest)
+        """Channel, sink and ledger of every worker, on its own data thread; each by its own channel and plan."""
+        manifest = t.manifest
+        of_worker = {w: c for c in t.want.channels for w in c.workers}
         as_they_come = not t.in_place or self._engine.evidence < Evidence.LIVE  # who cannot read back hashes at once
         for w, member in enumerate(self.members):
+            desired = of_worker.get(w)
+            channel = desired.channel if desired is not None else None
+            if manifest is None or desired is None or channel is None or not desired.plan_id:
+                text = f"a call to arm came without a channel or plan for {member}"
+                raise Refusal(Failure(Reason.INTERNAL, text, self._replica_id))
+            plan = self._plan(t, manifest, desired.plan_id)
             kinds = self._channels.device_kinds(channel.transport)
             key = (plan.id, member, t.want.mode, t.layout, kinds)
             reception = Reception(
@@ -282,9 +288,10 @@ class Operations:
                 fresh = WorkerPlan(plan, manifest, member)
                 self._shares.keep(key, (fresh, Sink(fresh, self._engine.targets(w), kinds)))
             share, sink = self._shares[key]
-            opened = self._data[w].submit(lambda m=member: self._channels.get(channel, m)).result()  # type: ignore[misc]
+            opened = self._data[w].submit(partial(self._channels.get, channel, member)).result()
             ledger = Ledger(share, t.update_id, t.want.verify, as_they_come, sink)
-            t.add(LocalWorker(member, self._data[w], opened, share, opened.bytes_landed, sink, ledger))
+            base = opened.bytes_landed
+            t.add(LocalWorker(member, self._data[w], opened, share, base, sink, ledger, channel_id=channel.channel_id))
 
     def _arm(self, t: Transfer, seq: int) -> None:
         if not t.workers:

@@ -57,6 +57,7 @@ class Worker(ABC):
     channel: ReceiveChannel
     share: WorkerPlan
     base: int
+    channel_id: str = field(kw_only=True)
     armed_buckets: list[Bucket] = field(default_factory=list, kw_only=True)
 
     @property
@@ -226,12 +227,17 @@ class Transfer:
         return ArmToken(self.update_id, self.epoch, self.want.generation)
 
     def arm(self, seq: int) -> None:
-        """Arm every worker for one call. Raises what a transport raises; then nothing is received."""
-        ranges = next(c.ranges for c in self.want.calls if c.seq == seq)
+        """Arm every worker for one call. Raises what a transport raises; then nothing is received.
+
+        A channel that the call does not name is left alone: its senders are not armed yet, and may be waited for.
+        """
+        call = next(c for c in self.want.calls if c.seq == seq)
 
         def one(w: Worker) -> None:
+            ranges = [(first, n) for channel_id, first, n in call.ranges if channel_id == w.channel_id]
             w.armed_buckets = wanted_buckets(w.share, ranges)
-            w.channel.arm(self.token(), w.armed_buckets, self.deadline)
+            if ranges:
+                w.channel.arm(self.token(), w.armed_buckets, self.deadline)
 
         failpoints.hit("replica.arm.before")
         self._everywhere(one)

@@ -675,7 +675,9 @@ class ArmedCall(_message.Message):
     """Its number, from 1."""
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketRange]:
-        """Buckets of the replica's channel."""
+        """Buckets of the replica's channels: each worker arms those of its own. A worker whose channel is not named has nothing
+        to arm in this call, and nothing of it must touch that channel.
+        """
 
     def __init__(
         self,
@@ -692,6 +694,44 @@ class ArmedCall(_message.Message):
 Global___ArmedCall: _TypeAlias = ArmedCall  # noqa: Y015
 
 @_typing.final
+class WorkerChannel(_message.Message):
+    """A channel by which workers of a replica receive."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANNEL_ID_FIELD_NUMBER: _builtins.int
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    BINDING_FIELD_NUMBER: _builtins.int
+    channel_id: _builtins.str
+    """The channel."""
+    plan_id: _builtins.str
+    """Its plan; empty until made."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The replica's workers that receive by it, by index."""
+
+    @_builtins.property
+    def binding(self) -> _transport_pb2.ChannelBinding:
+        """What opens it; sent while there is something to arm and no decision."""
+
+    def __init__(
+        self,
+        *,
+        channel_id: _builtins.str = ...,
+        plan_id: _builtins.str = ...,
+        workers: _abc.Iterable[_builtins.int] | None = ...,
+        binding: _transport_pb2.ChannelBinding | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "channel_id", b"channel_id", "plan_id", b"plan_id", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerChannel: _TypeAlias = WorkerChannel  # noqa: Y015
+
+@_typing.final
 class DesiredUpdate(_message.Message):
     """The update that a replica takes part in."""
 
@@ -703,8 +743,7 @@ class DesiredUpdate(_message.Message):
     LINEAGE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     MANIFEST_ID_FIELD_NUMBER: _builtins.int
-    PLAN_ID_FIELD_NUMBER: _builtins.int
-    CHANNEL_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     PAUSE_MODE_FIELD_NUMBER: _builtins.int
     CACHE_POLICY_FIELD_NUMBER: _builtins.int
@@ -726,8 +765,6 @@ class DesiredUpdate(_message.Message):
     """The trainer's generation."""
     manifest_id: _builtins.str
     """The manifest."""
-    plan_id: _builtins.str
-    """The plan of the replica's channel; empty until made."""
     mode: _common_pb2.Mode.ValueType
     """The mode."""
     pause_mode: _common_pb2.PauseMode.ValueType
@@ -737,18 +774,20 @@ class DesiredUpdate(_message.Message):
     verify: _common_pb2.VerifyLevel.ValueType
     """How much is hashed."""
     all_called: _builtins.bool
-    """The calls cover every bucket: finalise once when all bytes are in place."""
+    """The calls cover every bucket of all these channels: finalise once when all bytes are in place."""
     decision: Global___Decision.ValueType
     """COMMIT or ABORT once known."""
     remaining_ms: _builtins.int
     """Time left to vote; a replica that has not voted by then aborts by itself."""
     @_builtins.property
-    def channel(self) -> _transport_pb2.ChannelBinding:
-        """The channel that the bytes come by; sent while there is something to arm and no decision."""
+    def channels(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerChannel]:
+        """The channels that its bytes come by; each worker is in exactly one."""
 
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArmedCall]:
-        """Calls to arm, in order. Grows; sent while there is no decision."""
+        """Calls to arm, in order. Grows; sent while there is no decision. A call is armed when every worker that has buckets in
+        it is.
+        """
 
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
@@ -763,8 +802,7 @@ class DesiredUpdate(_message.Message):
         lineage: _builtins.str = ...,
         generation: _builtins.int = ...,
         manifest_id: _builtins.str = ...,
-        plan_id: _builtins.str = ...,
-        channel: _transport_pb2.ChannelBinding | None = ...,
+        channels: _abc.Iterable[Global___WorkerChannel] | None = ...,
         mode: _common_pb2.Mode.ValueType = ...,
         pause_mode: _common_pb2.PauseMode.ValueType = ...,
         cache_policy: _common_pb2.CachePolicy.ValueType = ...,
@@ -775,9 +813,9 @@ class DesiredUpdate(_message.Message):
         failure: _common_pb2.Failure | None = ...,
         remaining_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "failure", b"failure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_called", b"all_called", "cache_policy", b"cache_policy", "calls", b"calls", "channel", b"channel", "decision", b"decision", "failure", b"failure", "generation", b"generation", "lineage", b"lineage", "manifest_id", b"manifest_id", "mode", b"mode", "pause_mode", b"pause_mode", "plan_id", b"plan_id", "remaining_ms", b"remaining_ms", "trainer_step", b"trainer_step", "update_id", b"update_id", "verify", b"verify", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_called", b"all_called", "cache_policy", b"cache_policy", "calls", b"calls", "channels", b"channels", "decision", b"decision", "failure", b"failure", "generation", b"generation", "lineage", b"lineage", "manifest_id", b"manifest_id", "mode", b"mode", "pause_mode", b"pause_mode", "remaining_ms", b"remaining_ms", "trainer_step", b"trainer_step", "update_id", b"update_id", "verify", b"verify", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

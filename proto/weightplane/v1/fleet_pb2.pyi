@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weightplane.v1 import common_pb2 as _common_pb2
 from weightplane.v1 import update_pb2 as _update_pb2
+from weightplane.v1 import weight_transfer_pb2 as _weight_transfer_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -214,6 +215,7 @@ class ReplicaInfo(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     FAILURES_IN_A_ROW_FIELD_NUMBER: _builtins.int
     MAY_NOT_JOIN_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its id."""
     incarnation: _builtins.str
@@ -260,6 +262,12 @@ class ReplicaInfo(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """Why it is dirty or quarantined."""
 
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedCompositeFieldContainer[_weight_transfer_pb2.TransportChoice]:
+        """How the group's trainer reaches each of its workers, and why so. Told by CheckReplica, and by ListReplicas where it is
+        asked for; none before the trainer has bound to this life of it.
+        """
+
     def __init__(
         self,
         *,
@@ -282,10 +290,11 @@ class ReplicaInfo(_message.Message):
         failure: _common_pb2.Failure | None = ...,
         failures_in_a_row: _builtins.int = ...,
         may_not_join: _builtins.str = ...,
+        transports: _abc.Iterable[_weight_transfer_pb2.TransportChoice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "routable", b"routable", "serving_address", b"serving_address", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "routable", b"routable", "serving_address", b"serving_address", "transports", b"transports", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -876,8 +885,11 @@ class ListReplicasRequest(_message.Message):
 
     GROUP_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """The group."""
+    transports: _builtins.bool
+    """Also tell how each worker is reached."""
     @_builtins.property
     def selector(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only replicas with all these labels."""
@@ -887,10 +899,11 @@ class ListReplicasRequest(_message.Message):
         *,
         group: _builtins.str = ...,
         selector: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        transports: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "selector", b"selector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "selector", b"selector", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,7 +110,7 @@ class Participant(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     MODE_REASON_FIELD_NUMBER: _builtins.int
-    CHANNEL_ID_FIELD_NUMBER: _builtins.int
+    CHANNEL_IDS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its replica."""
     incarnation: _builtins.str
@@ -119,8 +119,10 @@ class Participant(_message.Message):
     """The mode it takes part in."""
     mode_reason: _builtins.str
     """Why not the mode that was asked for; empty if it is."""
-    channel_id: _builtins.str
-    """The channel its bytes come by."""
+    @_builtins.property
+    def channel_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The channels its bytes come by, each once; several where its workers are reached by different transports."""
+
     def __init__(
         self,
         *,
@@ -128,11 +130,11 @@ class Participant(_message.Message):
         incarnation: _builtins.str = ...,
         mode: _common_pb2.Mode.ValueType = ...,
         mode_reason: _builtins.str = ...,
-        channel_id: _builtins.str = ...,
+        channel_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_id", b"channel_id", "incarnation", b"incarnation", "mode", b"mode", "mode_reason", b"mode_reason", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_ids", b"channel_ids", "incarnation", b"incarnation", "mode", b"mode", "mode_reason", b"mode_reason", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,7 +69,7 @@ class InitTransferRequest(_message.Message):
     device_uuid: _builtins.str
     """UUID of this rank's GPU; empty = CPU."""
     transport: _builtins.str
-    """Use this transport for every replica, or refuse; empty = the best for each."""
+    """Use this transport for every worker of every replica, or refuse; empty = the best for each worker."""
     bucket_bytes: _builtins.int
     """Upper bound of a bucket's bytes; 0 = 16 MiB. From 4 KiB to 1 GiB."""
     @_builtins.property
@@ -111,11 +111,12 @@ Global___InitTransferRequest: _TypeAlias = InitTransferRequest  # noqa: Y015
 
 @_typing.final
 class TransportChoice(_message.Message):
-    """How one replica will be reached."""
+    """How some workers of one replica will be reached. Workers that are reached alike, for the same reasons, share one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICA_ID_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
@@ -123,11 +124,15 @@ class TransportChoice(_message.Message):
     replica_id: _builtins.str
     """The replica."""
     transport: _builtins.str
-    """The transport chosen; empty = none works, and the replica cannot take part."""
+    """The transport chosen; empty = the replica cannot take part, for these workers' sake or for another's: see the reason."""
     reason: _builtins.str
-    """Why this one."""
+    """Why this one, or why none."""
     channel_id: _builtins.str
-    """Its channel."""
+    """Their channel; empty where there is no transport."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The workers, by index."""
+
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.TransportRefusal]:
         """The ones passed over, and why."""
@@ -136,6 +141,7 @@ class TransportChoice(_message.Message):
         self,
         *,
         replica_id: _builtins.str = ...,
+        workers: _abc.Iterable[_builtins.int] | None = ...,
         transport: _builtins.str = ...,
         reason: _builtins.str = ...,
         refusals: _abc.Iterable[_agent_pb2.TransportRefusal] | None = ...,
@@ -143,7 +149,7 @@ class TransportChoice(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_id", b"channel_id", "reason", b"reason", "refusals", b"refusals", "replica_id", b"replica_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_id", b"channel_id", "reason", b"reason", "refusals", b"refusals", "replica_id", b"replica_id", "transport", b"transport", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -185,7 +191,7 @@ class InitTransferResponse(_message.Message):
 
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportChoice]:
-        """How each replica will be reached."""
+        """How each worker of each replica will be reached, by replica and worker."""
 
     @_builtins.property
     def committed(self) -> _common_pb2.HeldVersion:

@@ -68,7 +68,7 @@ class Hold:
         self.generation = 0
         self.epoch = 0
         self.ttl_s = 3.0
-        self.choices: dict[str, wt.TransportChoice] = {}
+        self.choices: tuple[wt.TransportChoice, ...] = ()  # how each worker is reached, as bound last
         self.committed_step = -1
         self.listener: Callable[[update_pb2.UpdateInfo], None] | None = None
         self.request_ids: list[str] = []
@@ -132,11 +132,13 @@ class Hold:
         self.epoch = answer.epoch
         self.ttl_s = answer.ttl_ms / 1000 or 3.0
         self.committed_step = answer.committed_step
-        self.choices = {c.replica_id: c for c in answer.choices}
+        self.choices = tuple(answer.choices)
         self.pool.bind(answer.channels)
         for c in answer.choices:
             if not c.transport:
-                log.warning("group %s: no transport reaches replica %s: %s", self.group, c.replica_id, c.reason)
+                why = "; ".join((c.reason, *(f"{r.transport}: {r.reason}" for r in c.refusals)))
+                workers = ", ".join(map(str, c.workers))
+                log.warning("group %s: replica %s, worker %s: %s", self.group, c.replica_id, workers, why)
         if answer.generation != self.generation:
             self.generation = answer.generation
             self._known.clear()

@@ -88,8 +88,9 @@ class Publisher:
 
     ``target``: the control plane's host:port (loopback), or a ``Dial`` with TLS or a token. ``incarnation`` names this
     life of the job and is equal on its ranks; by default torchrun's run id and restart count, or random for one rank.
-    ``transport``: use this one or refuse. ``takeover``: fence a trainer that still holds the group. ``resume_step``:
-    the step of the checkpoint that training resumes from. ``heartbeat``: "helper" (a process) or "stream".
+    ``transport``: use this one for every worker of every replica, or refuse; by default each gets the best that both
+    sides can use. ``takeover``: fence a trainer that still holds the group. ``resume_step``: the step of the checkpoint
+    that training resumes from. ``heartbeat``: "helper" (a process) or "stream".
     ``hold_source``: what is worked out for the source's memory is kept from publish to publish, and that memory in use
     with it, also if the model is moved elsewhere meanwhile; turn it off, or call ``release``, to move it. The publish
     options (mode, pause, cache, verify, commit_policy, failure, update_timeout, ...: see ``PublishOptions``) are

@@ -10,6 +10,7 @@ from .model import (
     GroupState,
     Held,
     Mode,
+    Part,
     PauseMode,
     Phase,
     Replica,
@@ -19,20 +20,39 @@ from .model import (
 from .progress import covered, gate_open
 from .reasons import Failure
 
-__all__ = ["ArmedCall", "DesiredReplica", "DesiredUpdate", "desired_replica", "resolve"]
+__all__ = ["ArmedCall", "DesiredChannel", "DesiredReplica", "DesiredUpdate", "desired_replica", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
 class ArmedCall:
-    """One call to arm: its buckets (first, count) in the replica's own channel."""
+    """One call to arm: its buckets (channel_id, first, count) in the replica's own channels.
+
+    A worker arms those of its channel; one whose channel the call does not name has nothing to arm.
+    """
 
     seq: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredChannel:
+    """A channel by which some of the replica's workers receive. ``plan_id`` is empty until the plan is made.
+
+    ``channel`` is ``None`` once it is no longer bound.
+    """
+
+    channel_id: str
+    channel: Channel | None
+    plan_id: str
+    workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredUpdate:
-    """The update that the replica takes part in. ``decision``: "", "COMMIT" or "ABORT"."""
+    """The update that the replica takes part in. ``decision``: "", "COMMIT" or "ABORT".
+
+    ``channels``: each worker is in exactly one. ``all_called``: the calls cover every bucket of all of them.
+    """
 
     update_id: str
     version: int
@@ -40,8 +60,7 @@ class DesiredUpdate:
     lineage: str
     generation: int
     manifest_id: str
-    plan_id: str
-    channel: Channel | None
+    channels: tuple[DesiredChannel, ...]
     mode: Mode
     pause: PauseMode
     cache: CachePolicy
@@ -108,15 +127,13 @@ def _desired_update(state: GroupState, r: Replica, u: Update, now: float) -> Des
     part = u.parts.get(r.replica_id)
     if part is None or not u.frozen:
         return None
-    t = state.trainer
-    channel = next((c for c in t.channels if c.channel_id == part.channel_id), None) if t is not None else None
     armed = part.mode is not Mode.IN_PLACE or gate_open(u)
+    mine = set(part.channels)
     calls = tuple(
-        ArmedCall(c.seq, tuple((first, n) for ch, first, n in c.ranges if ch == part.channel_id))
+        ArmedCall(c.seq, tuple(r for r in c.ranges if r[0] in mine))
         for c in sorted(u.calls, key=lambda c: c.seq)
         if armed
     )
-    plan = u.plans.get(part.channel_id)
     return DesiredUpdate(
         update_id=u.update_id,
         version=u.version,
@@ -124,15 +141,25 @@ def _desired_update(state: GroupState, r: Replica, u: Update, now: float) -> Des
         lineage=u.lineage,
         generation=u.generation,
         manifest_id=u.options.manifest_id,
-        plan_id=plan.plan_id if plan is not None else "",
-        channel=channel,
+        channels=_channels(state, u, part),
         mode=part.mode,
         pause=u.options.pause,
         cache=u.options.cache,
         verify=u.options.verify,
         calls=calls,
-        all_called=armed and covered(u, part.channel_id),
+        all_called=armed and all(covered(u, c) for c in mine),
         decision=_decision(u, part.excluded),
         failure=part.failure or u.failure,
         remaining_s=max(0.0, u.prepare_deadline - now),
+    )
+
+
+def _channels(state: GroupState, u: Update, part: Part) -> tuple[DesiredChannel, ...]:
+    bound = {c.channel_id: c for c in state.trainer.channels} if state.trainer is not None else {}
+    workers: dict[str, tuple[int, ...]] = {}
+    for worker, channel_id in enumerate(part.channels):
+        workers[channel_id] = (*workers.get(channel_id, ()), worker)
+    return tuple(
+        DesiredChannel(c, bound.get(c), u.plans[c].plan_id if c in u.plans else "", of_it)
+        for c, of_it in workers.items()
     )

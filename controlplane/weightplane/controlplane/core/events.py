@@ -378,13 +378,15 @@ class MakePlan:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Compare a participant's receipts with the expected digests; answer with ``Verified``."""
+    """Compare a participant's receipts with the expected digests; answer with ``Verified``.
+
+    ``plans``: (plan_id, the participant's members that receive by it), each worker in exactly one.
+    """
 
     update_id: str
     replica_id: str
     incarnation: str
-    members: tuple[str, ...]
-    plan_id: str
+    plans: tuple[tuple[str, tuple[str, ...]], ...]
     verify: Verify
 
 

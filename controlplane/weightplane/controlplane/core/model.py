@@ -18,6 +18,7 @@ __all__ = [
     "CachePolicy",
     "Call",
     "Channel",
+    "Choice",
     "Config",
     "Evidence",
     "GroupState",
@@ -290,7 +291,9 @@ class Rank:
 class Channel:
     """A bound channel: members are fixed; a change of membership makes a new one.
 
-    ``ordinal``: its place among the channels of its transport that were bound together.
+    ``receivers`` are workers, in the order of replica and index; ``replicas`` names (replica_id, incarnation) of each
+    replica with a worker among them, of which other channels may serve the rest. ``ordinal``: its place among the
+    channels of its transport that were bound together.
     """
 
     channel_id: str
@@ -303,6 +306,23 @@ class Channel:
     bucket_bytes: int
     offers: Mapping[str, Offer]
     ordinal: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How some workers of one life of a replica are reached, and why so: workers of equal fate share a choice.
+
+    ``transport`` and ``channel_id`` are both empty where the replica takes no part: ``reason`` and ``refusals``
+    (transport, why) say why.
+    """
+
+    replica_id: str
+    incarnation: str
+    workers: tuple[int, ...]
+    transport: str
+    reason: str
+    refusals: tuple[tuple[str, str], ...] = ()
+    channel_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +342,7 @@ class Trainer:
     bucket_bytes: int = 16 << 20
     seed: bytes = b""
     channels: tuple[Channel, ...] = ()
-    choices: tuple[tuple[str, str, str, tuple[tuple[str, str], ...], str], ...] = ()
+    choices: tuple[Choice, ...] = ()
     placements: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     waiters: tuple[Waiter, ...] = ()
 
@@ -366,13 +386,13 @@ class PlanSummary:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One participant in an update."""
+    """One participant in an update. ``channels``: by which its bytes come, one for each worker, by worker index."""
 
     replica_id: str
     incarnation: str
     mode: Mode
     mode_reason: str
-    channel_id: str
+    channels: tuple[str, ...]
     stage: Stage = Stage.NONE
     armed_seq: int = 0
     bytes_received: int = 0

@@ -1,75 +1,173 @@
-"""Which transport reaches which replica: a pure choice from what both sides offer, with every refusal explained."""
+"""Which transport reaches which worker: a pure choice from what both sides offer, with every refusal explained.
+
+**Worker by worker.** Each gets the first transport, in order of preference, that every rank of the trainer and it can
+use. One replica's workers may end up on several transports, and one update then goes over all of them.
+
+**Channels.** One for each transport and set of modes (a channel never mixes modes); its receivers are the workers
+chosen for it, by replica and index. Where all members of a channel act together, one may keep another out: ``nccl``
+takes no GPU twice. Workers are asked by replica and index, and who comes later goes on to its next choice.
+
+**A replica takes part whole or not at all.** If one worker is out of reach, none of that replica's is bound, and what
+the others would have taken in a channel is free for those who come after it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from .model import Channel, Offer, Rank, Replica, Worker
+from .model import Channel, Choice, Mode, Offer, Rank, Replica, Worker
 
-__all__ = ["PREFERENCE", "PREFERENCE_ON_CPU", "bind", "choose"]
+__all__ = ["PREFERENCE", "PREFERENCE_ON_CPU", "bind", "choose", "members_of", "out_of_reach"]
 
 #: Best first. A third party's transport comes after ours unless it is forced; ``external`` only when it is forced.
 PREFERENCE = ("cuda_ipc", "nccl", "ucx", "shm", "grpc")
-#: The same where no member uses a GPU: one send of ``shm`` serves every receiver, and it needs no library.
+#: The same where neither side uses a GPU: one send of ``shm`` serves every receiver, and it needs no library.
 PREFERENCE_ON_CPU = ("shm", "ucx", "grpc", "cuda_ipc", "nccl")
 _SAME_HOST = frozenset({"cuda_ipc", "shm"})
+#: All members of such a channel act together, each with a GPU of its own.
 _DISTINCT_DEVICES = frozenset({"nccl"})
 
-Choice = tuple[str, str, str, tuple[tuple[str, str], ...], str]
+_FIRST = "the first in order of preference that both sides can use"
+_FORCED = "forced by the trainer"
+_NONE = "no transport that both sides can use"
+
+#: (transport or "", reason, refusals of the others).
+Pick = tuple[str, str, tuple[tuple[str, str], ...]]
+#: GPUs in use in a channel, by whom.
+Taken = Mapping[str, str]
 
 
-def _refusal(name: str, ranks: Sequence[Rank], workers: Sequence[Worker]) -> str:
-    """Why ``name`` cannot join these ranks and workers; empty if it can."""
-    members: list[tuple[str, Rank | Worker]] = [
-        *((f"rank/{r.rank}", r) for r in ranks),
-        *((f"worker {w.index}", w) for w in workers),
-    ]
-    offers: dict[str, Offer] = {}
-    for said, member in members:
-        offer = next((o for o in member.offers if o.transport == name), None)
-        if offer is None:
-            return f"{said}: {dict(member.refusals).get(name, 'not offered')}"
-        offers[said] = offer
-    if name in _SAME_HOST or any(o.same_host for o in offers.values()):
-        hosts = {m.host_id for _, m in members}
+@dataclass(frozen=True)
+class _Senders:
+    """The trainer's ranks, who all take part in every channel; what they mean for a transport is worked out once."""
+
+    ranks: tuple[Rank, ...]
+    _known: dict[str, tuple[tuple[Offer, ...], str]] = field(default_factory=dict)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Transports that some rank offers."""
+        return frozenset(o.transport for r in self.ranks for o in r.offers)
+
+    @cached_property
+    def hosts(self) -> frozenset[str]:
+        """Where they are."""
+        return frozenset(r.host_id for r in self.ranks)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether any of them sends from a GPU."""
+        return any(r.device_uuid for r in self.ranks)
+
+    @cached_property
+    def gpus(self) -> dict[str, str]:
+        """Their GPUs, each with the first rank that uses it."""
+        out: dict[str, str] = {}
+        for r in self.ranks:
+            if r.device_uuid:
+                out.setdefault(r.device_uuid, f"rank/{r.rank}")
+        return out
+
+    def look(self, name: str) -> tuple[tuple[Offer, ...], str]:
+        """Every rank's offer of ``name``, and why it cannot be used whoever receives (empty if it can)."""
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = self._look(name)
+        return known
+
+    def _look(self, name: str) -> tuple[tuple[Offer, ...], str]:
+        offers: list[Offer] = []
+        for r in self.ranks:
+            offer = _offer(r, name)
+            if offer is None:
+                return (), f"rank/{r.rank}: {dict(r.refusals).get(name, 'not offered')}"
+            offers.append(offer)
+            holder = self.gpus.get(r.device_uuid, f"rank/{r.rank}")
+            if name in _DISTINCT_DEVICES and holder != f"rank/{r.rank}":
+                return (), _twice(r.device_uuid, holder, f"rank/{r.rank}")
+        return tuple(offers), ""
+
+    @cached_property
+    def same_host(self) -> frozenset[str]:
+        """Transports that some rank offers to its own host only."""
+        return frozenset(o.transport for r in self.ranks for o in r.offers if o.same_host)
+
+    @cached_property
+    def limited(self) -> frozenset[str]:
+        """Transports by which some rank cannot address every GPU."""
+        return frozenset(o.transport for r in self.ranks for o in r.offers if o.reaches)
+
+
+def _offer(member: Rank | Worker, name: str) -> Offer | None:
+    return next((o for o in member.offers if o.transport == name), None)
+
+
+def _twice(gpu: str, one: str, other: str) -> str:
+    return f"GPU {gpu} would be used by two members, {one} and {other}: use cuda_ipc"
+
+
+def _refusal(name: str, senders: _Senders, worker: Worker, taken: Taken) -> str:
+    """Why ``name`` cannot join the ranks and this worker; empty if it can. ``taken``: GPUs in its channel."""
+    _, why = senders.look(name)
+    if why:
+        return why
+    offer = _offer(worker, name)
+    if offer is None:
+        return f"the worker: {dict(worker.refusals).get(name, 'not offered')}"
+    if name in _SAME_HOST or offer.same_host or name in senders.same_host:
+        hosts = senders.hosts | {worker.host_id}
         if len(hosts) > 1 or "" in hosts:
-            return f"needs one host, and the members are on {sorted(hosts)}"
-    return _devices(name, members, offers)
+            more = f" and {len(hosts) - 5} more" if len(hosts) > 5 else ""
+            return f"needs one host, and the members are on {sorted(hosts)[:5]}{more}"
+    return _devices(name, senders, worker, offer, taken)
 
 
-def _devices(name: str, members: Sequence[tuple[str, Rank | Worker]], offers: Mapping[str, Offer]) -> str:
+def _devices(name: str, senders: _Senders, worker: Worker, offer: Offer, taken: Taken) -> str:
     """What stands against ``name`` in the members' GPUs; empty if nothing does."""
-    if name in _DISTINCT_DEVICES:
-        uuids = [m.device_uuid for _, m in members]
-        twice = sorted({u for u in uuids if u and uuids.count(u) > 1})
-        if twice:
-            return f"GPU {twice[0]} would be used by two members: use cuda_ipc"
-    for said, member in members:
-        reaches = offers[said].reaches
-        for other, them in members:
-            across = isinstance(member, Rank) is not isinstance(them, Rank)
-            if reaches and across and them.device_uuid not in (*reaches, member.device_uuid):
-                device = f"GPU {them.device_uuid}" if them.device_uuid else "host memory"
-                return f"{said} (GPU {member.device_uuid}) cannot address the memory of {other} ({device})"
+    gpu = worker.device_uuid
+    if name in _DISTINCT_DEVICES and gpu:
+        holder = senders.gpus.get(gpu) or taken.get(gpu)
+        if holder is not None:
+            return _twice(gpu, holder, "the worker")
+    if not offer.reaches and name not in senders.limited:
+        return ""
+    for rank, theirs in zip(senders.ranks, senders.look(name)[0], strict=True):
+        said, other = f"rank/{rank.rank}", rank.device_uuid
+        if theirs.reaches and gpu not in (*theirs.reaches, other):
+            return f"{said} (GPU {other}) cannot address the memory of the worker ({_memory(gpu)})"
+        if offer.reaches and other not in (*offer.reaches, gpu):
+            return f"the worker (GPU {gpu}) cannot address the memory of {said} ({_memory(other)})"
     return ""
 
 
-def choose(ranks: Sequence[Rank], replica: Replica, forced: str = "") -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """The transport for one replica: (name or "", reason, refusals of the others)."""
-    offered = {o.transport for r in ranks for o in r.offers} | {o.transport for w in replica.workers for o in w.offers}
-    others = sorted(offered - set(PREFERENCE) - {"external"})
-    on_gpu = any(r.device_uuid for r in ranks) or any(w.device_uuid for w in replica.workers)
-    names = (forced,) if forced else (*(PREFERENCE if on_gpu else PREFERENCE_ON_CPU), *others)
+def _memory(gpu: str) -> str:
+    return f"GPU {gpu}" if gpu else "host memory"
+
+
+def _choose(senders: _Senders, worker: Worker, forced: str, taken: Mapping[str, Taken]) -> Pick:
+    names: tuple[str, ...] = (forced,)
+    if not forced:
+        offered = senders.names.union(o.transport for o in worker.offers)
+        others = sorted(offered.difference(PREFERENCE, ("external",)))
+        names = (*(PREFERENCE if senders.on_gpu or worker.device_uuid else PREFERENCE_ON_CPU), *others)
     refusals: list[tuple[str, str]] = []
     for name in names:
-        why = _refusal(name, ranks, replica.workers)
+        why = _refusal(name, senders, worker, taken.get(name, {}))
         if not why:
-            reason = "forced by the trainer" if forced else "the first in order of preference that both sides can use"
-            return name, reason, tuple(refusals)
+            return name, _FORCED if forced else _FIRST, tuple(refusals)
         refusals.append((name, why))
-    return "", "no transport that both sides can use", tuple(refusals)
+    return "", _NONE, tuple(refusals)
+
+
+def choose(ranks: Sequence[Rank], worker: Worker, forced: str = "", taken: Mapping[str, Taken] | None = None) -> Pick:
+    """The transport for one worker: (name or "", reason, refusals of the others).
+
+    ``taken``: for a transport, the GPUs that are in use in the channel that the worker would join, and by whom.
+    """
+    return _choose(_Senders(tuple(ranks)), worker, forced, taken or {})
 
 
 def bind(
@@ -80,46 +178,106 @@ def bind(
     old: Sequence[Channel],
     seed: bytes,
 ) -> tuple[tuple[Channel, ...], tuple[Choice, ...]]:
-    """Bind every replica to a channel: one per transport and set of modes, so that a channel never mixes modes.
+    """Bind every worker of every replica that can be reached whole to a channel, and say why of each.
 
     A channel whose members, offers and bucket size are unchanged is kept (same id, same key); every other gets an id
     and a secret derived from ``seed``, 32 secret random bytes used for one bind.
     """
-    ordered = [ranks[r] for r in sorted(ranks)]
-    chosen: dict[tuple[str, tuple[str, ...]], list[Replica]] = {}
-    picks: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {}
-    for replica in sorted(replicas, key=lambda r: r.replica_id):
-        pick = choose(ordered, replica, forced)
-        picks[replica.replica_id] = pick
-        if pick[0]:
-            chosen.setdefault((pick[0], tuple(replica.modes)), []).append(replica)
+    senders = _Senders(tuple(ranks[r] for r in sorted(ranks)))
+    seats: dict[tuple[str, tuple[Mode, ...]], list[tuple[Replica, Worker]]] = {}
+    taken: dict[tuple[Mode, ...], dict[str, dict[str, str]]] = {}
+    picked: list[tuple[Replica, list[Pick]]] = []
+    for r in sorted(replicas, key=lambda r: r.replica_id):
+        picks = _seat(senders, r, forced, taken.setdefault(tuple(r.modes), {}))
+        picked.append((r, picks))
+        if all(transport for transport, _, _ in picks):
+            for worker, (transport, _, _) in zip(r.workers, picks, strict=True):
+                seats.setdefault((transport, tuple(r.modes)), []).append((r, worker))
     channels: list[Channel] = []
-    channel_of: dict[str, str] = {}
-    for (transport, _), members in sorted(chosen.items()):
-        offers: dict[str, Offer] = {}
-        for rank in ordered:
-            offers[f"rank/{rank.rank}"] = next(o for o in rank.offers if o.transport == transport)
-        for replica in members:
-            for worker in replica.workers:
-                offer = next(o for o in worker.offers if o.transport == transport)
-                offers[f"{replica.replica_id}/{worker.index}"] = offer
-        made = Channel(
-            channel_id="",
-            transport=transport,
-            key=b"",
-            senders=tuple(f"rank/{r.rank}" for r in ordered),
-            receivers=tuple(f"{r.replica_id}/{w.index}" for r in members for w in r.workers),
-            replicas=tuple((r.replica_id, r.incarnation) for r in members),
-            modes=members[0].modes,
-            bucket_bytes=bucket_bytes,
-            offers=offers,
-            ordinal=sum(c.transport == transport for c in channels),
-        )
-        channel = _kept(made, old) or _named(made, *_fresh(seed, len(channels)))
-        channels.append(channel)
-        channel_of.update((r.replica_id, channel.channel_id) for r in members)
-    choices = tuple((rid, p[0], p[1], p[2], channel_of.get(rid, "")) for rid, p in sorted(picks.items()))
-    return tuple(channels), choices
+    for (transport, _), members in sorted(seats.items()):
+        ordinal = sum(c.transport == transport for c in channels)
+        made = _channel(senders, transport, members, bucket_bytes, ordinal)
+        channels.append(_kept(made, old) or _named(made, *_fresh(seed, len(channels))))
+    by_member = members_of(channels)
+    return tuple(channels), tuple(c for r, picks in picked for c in _choices(r, picks, by_member))
+
+
+def _seat(senders: _Senders, r: Replica, forced: str, taken: dict[str, dict[str, str]]) -> list[Pick]:
+    """A choice for each worker. The GPUs of a replica that can be reached whole are noted in ``taken``."""
+    picks: list[Pick] = []
+    claims: list[tuple[str, str]] = []
+    for worker in r.workers:
+        pick = _choose(senders, worker, forced, taken)
+        picks.append(pick)
+        if pick[0] in _DISTINCT_DEVICES and worker.device_uuid:
+            taken.setdefault(pick[0], {})[worker.device_uuid] = f"{r.replica_id}/{worker.index}"
+            claims.append((pick[0], worker.device_uuid))
+    if not all(transport for transport, _, _ in picks):
+        for name, gpu in claims:
+            del taken[name][gpu]
+    return picks
+
+
+def _channel(
+    senders: _Senders, transport: str, members: Sequence[tuple[Replica, Worker]], bucket_bytes: int, ordinal: int
+) -> Channel:
+    offers = {f"rank/{r.rank}": o for r, o in zip(senders.ranks, senders.look(transport)[0], strict=True)}
+    receivers: list[str] = []
+    for r, worker in members:
+        member = f"{r.replica_id}/{worker.index}"
+        offer = _offer(worker, transport)
+        assert offer is not None
+        receivers.append(member)
+        offers[member] = offer
+    return Channel(
+        channel_id="",
+        transport=transport,
+        key=b"",
+        senders=tuple(f"rank/{r.rank}" for r in senders.ranks),
+        receivers=tuple(receivers),
+        replicas=tuple(dict.fromkeys((r.replica_id, r.incarnation) for r, _ in members)),
+        modes=members[0][0].modes,
+        bucket_bytes=bucket_bytes,
+        offers=offers,
+        ordinal=ordinal,
+    )
+
+
+def _choices(r: Replica, picks: Sequence[Pick], by_member: Mapping[str, str]) -> list[Choice]:
+    """One replica's choices; workers with equal ones share an entry, in the order of their first."""
+    lost = [w.index for w, (transport, _, _) in zip(r.workers, picks, strict=True) if not transport]
+    out: dict[tuple[Pick, str], list[int]] = {}
+    for worker, pick in zip(r.workers, picks, strict=True):
+        channel_id = ""
+        if not lost:
+            channel_id = by_member[f"{r.replica_id}/{worker.index}"]
+        elif pick[0]:
+            reason = f"{pick[0]} would do, but {_workers(lost)} of it cannot be reached, and a replica takes part whole"
+            pick = ("", reason, pick[2])
+        out.setdefault((pick, channel_id), []).append(worker.index)
+    return [
+        Choice(r.replica_id, r.incarnation, tuple(workers), transport, reason, refusals, channel_id)
+        for ((transport, reason, refusals), channel_id), workers in out.items()
+    ]
+
+
+def members_of(channels: Iterable[Channel]) -> dict[str, str]:
+    """The channel of each receiving member, by "<replica_id>/<worker>"."""
+    return {member: c.channel_id for c in channels for member in c.receivers}
+
+
+def out_of_reach(choices: Iterable[Choice]) -> dict[tuple[str, str], str]:
+    """Lives (replica_id, incarnation) that no transport reaches whole, each with why, its workers named."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for c in choices:
+        if not c.transport and c.reason == _NONE:
+            why = "; ".join(f"{name}: {text}" for name, text in c.refusals) or "nothing is offered"
+            told.setdefault((c.replica_id, c.incarnation), []).append(f"{_workers(c.workers)} ({why})")
+    return {life: f"no transport reaches {', nor '.join(said)}" for life, said in told.items()}
+
+
+def _workers(indices: Sequence[int]) -> str:
+    return f"worker{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
 def _named(made: Channel, channel_id: str, key: bytes) -> Channel:

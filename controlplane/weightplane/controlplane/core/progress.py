@@ -18,6 +18,7 @@ __all__ = [
     "live_channels",
     "maybe_armed",
     "maybe_decide",
+    "members_by_channel",
     "part_failed",
     "part_report",
     "tick",
@@ -34,8 +35,8 @@ def covered(u: Update, channel: str) -> bool:
 
 
 def live_channels(u: Update) -> list[str]:
-    """Channels that still have an active participant."""
-    alive = {p.channel_id for p in u.active()}
+    """Channels that still have a worker of an active participant."""
+    alive = {c for p in u.active() for c in p.channels}
     return [c for c in u.channels if c in alive]
 
 
@@ -184,7 +185,7 @@ def maybe_armed(tx: Tx, u: Update) -> None:
         if call.ranks != everyone:
             continue
         channels = {c for c, _, _ in call.ranges}
-        if all(p.armed_seq >= call.seq for p in u.active() if p.channel_id in channels):
+        if all(p.armed_seq >= call.seq or channels.isdisjoint(p.channels) for p in u.active()):
             done.add(call.seq)
     answered = [w for w in u.waiters if w.what == "update" and w.seq in done]
     if not answered:
@@ -197,7 +198,7 @@ def maybe_armed(tx: Tx, u: Update) -> None:
 
 
 def compare_voted(tx: Tx, u: Update, only: str = "") -> None:
-    """Ask for the comparison of every vote whose expected digests are in (or are not needed)."""
+    """Ask for the comparison of every vote whose expected digests, of all its channels, are in (or not needed)."""
     if u.phase not in _BEFORE:
         return
     t = tx.state.trainer
@@ -205,15 +206,20 @@ def compare_voted(tx: Tx, u: Update, only: str = "") -> None:
         if not part.voted or part.verified or (only and part.replica_id != only):
             continue
         ranks = range(t.world_size) if t is not None else range(0)
-        ready = u.options.verify is Verify.OFF or all((part.channel_id, r) in u.digests_in for r in ranks)
-        r = tx.state.replicas.get(part.replica_id)
-        if not ready or r is None:
+        members = members_by_channel(part)
+        ready = u.options.verify is Verify.OFF or all((c, r) in u.digests_in for c in members for r in ranks)
+        if not ready or part.replica_id not in tx.state.replicas:
             continue
-        members = tuple(f"{part.replica_id}/{w.index}" for w in r.workers)
-        plan = u.plans[part.channel_id]
-        tx.effects.append(
-            Compare(u.update_id, part.replica_id, part.incarnation, members, plan.plan_id, u.options.verify)
-        )
+        plans = tuple((u.plans[c].plan_id, of_it) for c, of_it in members.items())
+        tx.effects.append(Compare(u.update_id, part.replica_id, part.incarnation, plans, u.options.verify))
+
+
+def members_by_channel(part: Part) -> dict[str, tuple[str, ...]]:
+    """A participant's channels, each with the members of it that receive there, in worker order."""
+    out: dict[str, tuple[str, ...]] = {}
+    for worker, channel in enumerate(part.channels):
+        out[channel] = (*out.get(channel, ()), f"{part.replica_id}/{worker}")
+    return out
 
 
 def verified(tx: Tx, e: Verified) -> None:

@@ -158,7 +158,10 @@ def maybe_bind(tx: Tx) -> None:
     tx.put_trainer(replace(t, channels=channels, choices=choices, waiters=()))
     for w in t.waiters:
         tx.reply(w.call_id)
-    tx.say(f"generation {t.generation} bound {len(channels)} channel(s) to {len(ready)} replica(s)")
+    lost = negotiate.out_of_reach(choices)
+    without = f"; {len(lost)} cannot be reached: {next(iter(lost.values()))}" if lost else ""
+    whole = len(ready) - len(lost)
+    tx.say(f"generation {t.generation} bound {len(channels)} channel(s) to {whole} replica(s){without}")
     tx.push_trainers()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from . import ending, members, progress, trainers
+from collections.abc import Callable
+
+from . import ending, members, negotiate, progress, trainers
 from .events import AbortUpdate, DigestsIn, FinishUpdate, MakePlan, PlanMade, StartUpdate, UpdateWeights
 from .evolve import replace
 from .model import (
@@ -120,12 +122,13 @@ def begin(tx: Tx, e: StartUpdate) -> None:
         tx.reply(e.call_id, failure)
         tx.say(f"StartUpdate refused: {failure}")
         return
-    by_replica = {rid: c for c in t.channels for rid, _ in c.replicas}
+    bound = negotiate.members_of(t.channels)
     parts: dict[str, Part] = {}
     for r in chosen:
         mode, why = _mode(options.mode, r)
-        channel = by_replica[r.replica_id].channel_id
-        parts[r.replica_id] = Part(r.replica_id, r.incarnation, mode, why, channel)
+        channels = tuple(bound[f"{r.replica_id}/{w.index}"] for w in r.workers)
+        parts[r.replica_id] = Part(r.replica_id, r.incarnation, mode, why, channels)
+    used = {c for p in parts.values() for c in p.channels}
     total = e.update_timeout_s or s.policy.update_timeout_s
     prepare = e.prepare_timeout_s or max(total - 1.0, total * 0.9)
     u = Update(
@@ -140,7 +143,7 @@ def begin(tx: Tx, e: StartUpdate) -> None:
         phase=Phase.PREPARING,
         parts=parts,
         absent=tuple(absent),
-        channels=tuple(c.channel_id for c in t.channels if any(p.channel_id == c.channel_id for p in parts.values())),
+        channels=tuple(c.channel_id for c in t.channels if c.channel_id in used),
         started_at=tx.now,
         deadline=tx.now + total,
         prepare_deadline=tx.now + min(prepare, total),
@@ -182,7 +185,7 @@ def _eligible(tx: Tx, o: Options) -> tuple[list[Replica], list[tuple[str, str]]]
     absent: list[tuple[str, str]] = [
         (rid, "it has not come back since the restart") for rid in s.roster if rid not in s.replicas
     ]
-    choices = {c[0]: c for c in s.trainer.choices} if s.trainer is not None else {}
+    lost = negotiate.out_of_reach(s.trainer.choices) if s.trainer is not None else {}
     for rid in sorted(s.replicas):
         r = s.replicas[rid]
         why = members.may_join(r, tx.now)
@@ -190,9 +193,7 @@ def _eligible(tx: Tx, o: Options) -> tuple[list[Replica], list[tuple[str, str]]]
             why = "the trainer left it out"
         if not why and any(r.labels.get(k) != v for k, v in o.selector.items()):
             why = "its labels do not match the selector"
-        choice = choices.get(rid)
-        if not why and choice is not None and not choice[1]:
-            why = "no transport reaches it: " + "; ".join(f"{n}: {w}" for n, w in choice[3])
+        why = why or lost.get((rid, r.incarnation), "")
         if why:
             absent.append((rid, why))
         else:
@@ -209,8 +210,8 @@ def _begin_refusal(
         return Failure(
             Reason.NOT_ENOUGH_REPLICAS, f"expected at least {need} eligible replica(s), found {len(chosen)}. {who}"
         )
-    bound = {rid: inc for c in t.channels for rid, inc in c.replicas}
-    unbound = [r.replica_id for r in chosen if bound.get(r.replica_id) != r.incarnation]
+    bound = _bound(t)
+    unbound = [r.replica_id for r in chosen if not bound(r)]
     if unbound or len(t.ranks) < t.world_size:
         message = (
             f"replicas {unbound[:5]} are not bound to a channel of generation {t.generation}: call InitTransfer with it"
@@ -230,6 +231,17 @@ def _begin_refusal(
                 Reason.CAPABILITY, f"cache policy {o.cache}: replica {r.replica_id} has {have}", r.replica_id
             )
     return None
+
+
+def _bound(t: Trainer) -> Callable[[Replica], bool]:
+    """Whether a replica's present life is bound, every worker of it."""
+    lives = {life for c in t.channels for life in c.replicas}
+    workers = negotiate.members_of(t.channels)
+
+    def is_bound(r: Replica) -> bool:
+        return (r.replica_id, r.incarnation) in lives and all(f"{r.replica_id}/{w.index}" in workers for w in r.workers)
+
+    return is_bound
 
 
 def _mode(wanted: Mode, r: Replica) -> tuple[Mode, str]:
@@ -274,7 +286,7 @@ def maybe_plan(tx: Tx, u: Update) -> None:
 
 def _make_plan(tx: Tx, u: Update, t: Trainer, c: Channel) -> MakePlan:
     mid = u.options.manifest_id
-    taking = {p.replica_id for p in u.active() if p.channel_id == c.channel_id}
+    taking = {p.replica_id for p in u.active() if c.channel_id in p.channels}
     receivers: list[tuple[str, str]] = []
     for member in c.receivers:
         rid, _, worker = member.rpartition("/")
@@ -392,7 +404,7 @@ def _in_place_refusal(u: Update, ranges: tuple[tuple[str, int, int], ...], rank:
     The caller's own digests must be in; other ranks' are waited for, since nobody is armed before the votes are
     verified.
     """
-    modes = {p.channel_id: p.mode for p in u.active()}
+    modes = {c: p.mode for p in u.active() for c in p.channels}
     if len(set(modes.values())) < 2 or all(modes.get(c) is not Mode.IN_PLACE for c, _, _ in ranges):
         return None
     staged = [c for c, m in modes.items() if m is Mode.STAGED]
@@ -413,12 +425,12 @@ def digests_in(tx: Tx, e: DigestsIn) -> None:
     if failure is not None or u is None or u is not tx.state.open:
         tx.quietly(f"digests of an update that is over: {failure}")
         return
-    channel = next((c for c, p in u.plans.items() if p.plan_id == e.plan_id), "")
-    if not channel:
+    channels = [c for c, p in u.plans.items() if p.plan_id == e.plan_id]  # plans of no bytes are all one
+    if not channels:
         tx.quietly(f"digests of a plan that update {u.update_id} does not use")
         return
-    u = tx.put_update(replace(u, digests_in=u.digests_in | {(channel, e.rank)}))
-    tx.say(f"digests of rank {e.rank} for {channel} are in", u.update_id)
+    u = tx.put_update(replace(u, digests_in=u.digests_in.union((c, e.rank) for c in channels)))
+    tx.say(f"digests of rank {e.rank} for {', '.join(channels)} are in", u.update_id)
     progress.compare_voted(tx, u)
 
 

@@ -106,7 +106,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         group, r = self._group(request.group), request.receipt
         if request.epoch != group.state.epoch:
             refuse(Reason.WRONG_PHASE, f"epoch: expected {group.state.epoch}, found {request.epoch}: resync first")
-        _worker_of(group, request.replica_id, request.incarnation, r.member)
+        worker = _worker_of(group, request.replica_id, request.incarnation, r.member)
         u = group.find(r.update_id)
         part = u.parts.get(request.replica_id) if u is not None else None
         if u is None or part is None or part.incarnation != request.incarnation:
@@ -115,7 +115,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if u.closed or u.phase not in (Phase.PREPARING, Phase.TRANSFERRING, Phase.VERIFYING):
             failure = u.failure or Failure(Reason.WRONG_PHASE, f"update {u.update_id} is {u.phase}: no receipt counts")
             raise group.refusal(failure, u.update_id)
-        plan = u.plans.get(part.channel_id)
+        plan = u.plans.get(part.channels[worker]) if worker < len(part.channels) else None
         if plan is None or plan.plan_id != r.plan_id:
             invalid("receipt.plan_id", plan.plan_id if plan is not None else "a plan that is made", r.plan_id)
         receipt = Receipt(

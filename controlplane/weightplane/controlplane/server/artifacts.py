@@ -257,14 +257,23 @@ class Artifacts:
         return r.digests.received == r.digests.total
 
     async def compare(self, e: Compare) -> tuple[Evidence, Failure | None]:
-        """A participant's receipts against the expected digests."""
-        kept, index = self.of(e.update_id), self.plan(e.plan_id)
+        """A participant's receipts against the expected digests, plan by plan. The weakest evidence counts."""
+        weakest = Evidence.LIVE
+        for plan_id, members in e.plans:
+            evidence, failure = await self._compare(e, plan_id, members)
+            if failure is not None:
+                return Evidence.NONE, failure
+            weakest = min(weakest, evidence)
+        return weakest, None
+
+    async def _compare(self, e: Compare, plan_id: str, members: Sequence[str]) -> tuple[Evidence, Failure | None]:
+        kept, index = self.of(e.update_id), self.plan(plan_id)
         table = array("Q") if e.verify is Verify.OFF else self._table(kept, index)
         if isinstance(table, Failure):
             return Evidence.NONE, table
-        receipts = {m: done for m in e.members if m in kept.receipts and (done := kept.receipts[m].complete())}
-        size = len(index.plan.regions) * len(e.members)
-        return await self._work(size, compare, index, e.update_id, e.verify, table, e.members, receipts)
+        receipts = {m: done for m in members if m in kept.receipts and (done := kept.receipts[m].complete())}
+        size = len(index.plan.regions) * len(members)
+        return await self._work(size, compare, index, e.update_id, e.verify, table, members, receipts)
 
     def _table(self, kept: OfUpdate, index: PlanIndex) -> array[int] | Failure:
         """Made once for all participants."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from weightplane.controlplane.core import desired as core_desired
 from weightplane.controlplane.core.members import may_join
-from weightplane.controlplane.core.model import Channel, GroupState, PauseMode, Replica, Trainer
+from weightplane.controlplane.core.model import Channel, Choice, GroupState, PauseMode, Replica, Trainer
 from weightplane.v1 import agent_pb2, transport_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
@@ -14,7 +14,7 @@ from .enums import CACHE, MODE, PAUSE, VERIFY
 from .errors import failure_to_proto
 from .project import armed_calls, bucket_range, held, newest_update, small, update_info
 
-__all__ = ["Desired", "channel", "desired_trainer", "init_response", "needs_rebind"]
+__all__ = ["Desired", "channel", "choice", "desired_trainer", "init_response", "needs_rebind"]
 
 _STRENGTH = {PauseMode.KEEP: 0, PauseMode.WAIT: 1, PauseMode.ABORT: 2}
 
@@ -42,16 +42,7 @@ def init_response(state: GroupState, t: Trainer) -> wt.InitTransferResponse:
         cluster_id=state.cluster_id,
         lineage=t.lineage,
         channels=[channel(c) for c in t.channels],
-        choices=[
-            wt.TransportChoice(
-                replica_id=rid,
-                transport=transport,
-                reason=reason,
-                refusals=[agent_pb2.TransportRefusal(transport=n, reason=w) for n, w in refusals],
-                channel_id=channel_id,
-            )
-            for rid, transport, reason, refusals, channel_id in t.choices
-        ],
+        choices=[choice(c) for c in t.choices],
         committed=held(state.committed),
         committed_step=state.committed_step,
         ttl_ms=int(state.config.ttl_s * 1000),
@@ -59,14 +50,23 @@ def init_response(state: GroupState, t: Trainer) -> wt.InitTransferResponse:
     )
 
 
+def choice(c: Choice) -> wt.TransportChoice:
+    """How some workers of a replica are reached, and why so."""
+    return wt.TransportChoice(
+        replica_id=c.replica_id,
+        workers=c.workers,
+        transport=c.transport,
+        reason=c.reason,
+        refusals=[agent_pb2.TransportRefusal(transport=name, reason=why) for name, why in c.refusals],
+        channel_id=c.channel_id,
+    )
+
+
 def needs_rebind(state: GroupState, t: Trainer, now: float) -> bool:
     """Whether a replica that could join the next update is bound to no channel of this generation."""
-    bound = {rid: inc for c in t.channels for rid, inc in c.replicas}
-    unreachable = {c[0] for c in t.choices if not c[1]}
-    return any(
-        bound.get(r.replica_id) != r.incarnation and r.replica_id not in unreachable and not may_join(r, now)
-        for r in state.replicas.values()
-    )
+    settled = {life for c in t.channels for life in c.replicas}
+    settled.update((c.replica_id, c.incarnation) for c in t.choices if not c.transport)  # not to be reached
+    return any((r.replica_id, r.incarnation) not in settled and not may_join(r, now) for r in state.replicas.values())
 
 
 def desired_trainer(state: GroupState, generation: int, revision: int, now: float) -> agent_pb2.DesiredTrainer:
@@ -119,7 +119,6 @@ class Desired:
         m.lineage = u.lineage
         m.generation = u.generation
         m.manifest_id = u.manifest_id
-        m.plan_id = u.plan_id
         m.mode = MODE.proto(u.mode)
         m.pause_mode = PAUSE.proto(u.pause)
         m.cache_policy = CACHE.proto(u.cache)
@@ -129,14 +128,17 @@ class Desired:
         m.remaining_ms = int(u.remaining_s * 1000)
         if u.failure is not None:
             m.failure.CopyFrom(failure_to_proto(u.failure))
-        if u.channel is None or u.decision or not u.calls:
-            return  # nothing to arm: the binding, which is most of the message, stays out
-        self._channel(m.channel, u.channel, r)
-        for call in u.calls:
-            ranges = [bucket_range(u.channel.channel_id, first, n) for first, n in call.ranges]
-            m.calls.append(agent_pb2.ArmedCall(seq=call.seq, buckets=ranges))
+        arms = bool(u.calls) and not u.decision and all(c.channel is not None for c in u.channels)
+        for c in u.channels:
+            told = m.channels.add(channel_id=c.channel_id, plan_id=c.plan_id, workers=c.workers)
+            if arms and c.channel is not None:  # else the binding, which is most of the message, stays out
+                self._binding(told.binding, c.channel, r)
+        if arms:
+            for call in u.calls:
+                ranges = [bucket_range(*of_it) for of_it in call.ranges]
+                m.calls.append(agent_pb2.ArmedCall(seq=call.seq, buckets=ranges))
 
-    def _channel(self, m: transport_pb2.ChannelBinding, c: Channel, r: Replica) -> None:
+    def _binding(self, m: transport_pb2.ChannelBinding, c: Channel, r: Replica) -> None:
         """A receiver gets the senders' offers and its own: a thousand others' would burst the message."""
         binding = self._bindings.get(c.channel_id)
         if binding is None:

@@ -114,9 +114,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         """The replicas of a group."""
         group, selector = self._group(request.group), fields.labels("selector", request.selector)
         state = group.state
+        reached = fleet_view.choices(state) if request.transports else {}
         return fl.ListReplicasResponse(
             replicas=[
-                fleet_view.replica_info(state, r)
+                fleet_view.replica_info(state, r, reached.get((r.replica_id, r.incarnation), ()))
                 for _, r in sorted(state.replicas.items())
                 if all(r.labels.get(k) == v for k, v in selector.items())
             ]
@@ -182,9 +183,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         r = group.replica(request.replica_id)
         between("min_version", request.min_version, 0, 1 << 62)
         live, ready, route, why = routable(group.state, r, request.min_version)
-        return fl.CheckReplicaResponse(
-            live=live, ready=ready, routable=route, reason=why, replica=fleet_view.replica_info(group.state, r)
-        )
+        reached = fleet_view.choices(group.state).get((r.replica_id, r.incarnation), ())
+        info = fleet_view.replica_info(group.state, r, reached)
+        return fl.CheckReplicaResponse(live=live, ready=ready, routable=route, reason=why, replica=info)
 
     async def _set_admin(
         self, request: _OneReplica, response: type[A], admin: Admin, refused: tuple[Admin, ...] = ()

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weightplane.controlplane.core.members import may_join, routable
-from weightplane.controlplane.core.model import Admin, CachePolicy, GroupState, Liveness, Policy, Rank, Replica, Trainer
+from weightplane.controlplane.core.model import (
+    Admin,
+    CachePolicy,
+    Choice,
+    GroupState,
+    Liveness,
+    Policy,
+    Rank,
+    Replica,
+    Trainer,
+)
 from weightplane.controlplane.core.trainers import rank_lives
 from weightplane.v1 import fleet_pb2
 
+from .bindings import choice
 from .enums import ADMIN, CACHE, FAILURE_POLICY, LIVENESS, PAUSE, VERIFY, WEIGHTS
 from .errors import failure_to_proto
 from .project import commit_policy, held, small, update_info
 
-__all__ = ["group_info", "policy", "replica_info"]
+__all__ = ["choices", "group_info", "policy", "replica_info"]
 
 _LIVENESS_TELLS = float("-inf")  # whether a lease is over is in ``liveness``; a picture does not change by the clock
 
 
-def replica_info(state: GroupState, r: Replica) -> fleet_pb2.ReplicaInfo:
-    """One replica as operators and routers see it."""
+def choices(state: GroupState) -> dict[tuple[str, str], list[Choice]]:
+    """How each life (replica_id, incarnation) is reached by the group's trainer, as it bound last."""
+    out: dict[tuple[str, str], list[Choice]] = {}
+    for c in state.trainer.choices if state.trainer is not None else ():
+        out.setdefault((c.replica_id, c.incarnation), []).append(c)
+    return out
+
+
+def replica_info(state: GroupState, r: Replica, reached: Iterable[Choice] = ()) -> fleet_pb2.ReplicaInfo:
+    """One replica as operators and routers see it. ``reached``: its choices, where they were asked for."""
     _, _, route, why = routable(state, r)
     info = fleet_pb2.ReplicaInfo(
         replica_id=r.replica_id,
@@ -38,6 +59,7 @@ def replica_info(state: GroupState, r: Replica) -> fleet_pb2.ReplicaInfo:
         updates_since_start=r.updates_since_start,
         failures_in_a_row=r.failures_in_a_row,
         may_not_join=may_join(r, _LIVENESS_TELLS),
+        transports=[choice(c) for c in reached],
     )
     if r.failure is not None:
         info.failure.CopyFrom(failure_to_proto(r.failure, 512))

@@ -63,7 +63,7 @@ def _participant(p: Part) -> update_pb2.Participant:
         incarnation=p.incarnation,
         mode=MODE.proto(p.mode),
         mode_reason=p.mode_reason,
-        channel_id=p.channel_id,
+        channel_ids=dict.fromkeys(p.channels),
     )
 
 
@@ -167,7 +167,7 @@ def bucket_range(channel_id: str, first: int, count: int) -> agent_pb2.BucketRan
 
 def start_response(u: Update, now: float) -> wt.StartUpdateResponse:
     """The answer to StartUpdate, with the options in force."""
-    modes = {p.channel_id: p.mode for p in u.parts.values()}
+    modes = {c: p.mode for p in u.parts.values() for c in p.channels}
     return wt.StartUpdateResponse(
         update_id=u.update_id,
         version=u.version,

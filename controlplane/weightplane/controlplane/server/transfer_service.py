@@ -16,6 +16,7 @@ from weightplane.controlplane.core.events import (
     UpdateWeights,
 )
 from weightplane.controlplane.core.model import Phase, Trainer, Update
+from weightplane.controlplane.core.progress import live_channels
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.failpoints import hit
 from weightplane.v1 import agent_pb2
@@ -122,7 +123,7 @@ class TransferService(wt_grpc.WeightTransferServiceServicer):
         )
         hit("server.update.armed")
         u = _found(group, reply.update_id)
-        live = {p.channel_id for p in u.active()}
+        live = live_channels(u)
         return wt.UpdateWeightsResponse(
             seq=request.seq,
             all_called=project.all_called(u),

@@ -1,6 +1,6 @@
 """Updates, trainers and policies as JSON: explicit fields, versioned, checked on the way in. No pickle.
 
-A document is ``{"v": 1, <field>: …}``; the fields are those of the tables below, no more and no fewer. What only means
+A document is ``{"v": 2, <field>: …}``; the fields are those of the tables below, no more and no fewer. What only means
 something to a living process (waiting callers, write ids, a trainer's channels) is left out: ``TRANSIENT`` names it.
 A change of any table is a new version. All functions are pure and thread-safe.
 """
@@ -28,7 +28,7 @@ __all__ = [
     "loads",
 ]
 
-VERSION = 1
+VERSION = 2
 
 #: Fields that are not stored, with the reason.
 TRANSIENT: dict[type, dict[str, str]] = {
@@ -93,7 +93,7 @@ _PART = record(
         "incarnation": _STR,
         "mode": enum(m.Mode),
         "mode_reason": _STR,
-        "channel_id": _STR,
+        "channels": seq(_STR),
         "stage": enum(m.Stage),
         "armed_seq": _INT,
         "bytes_received": _INT,

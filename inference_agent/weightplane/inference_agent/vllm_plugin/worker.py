@@ -193,7 +193,9 @@ class WorkerReplica:
         opened = channels.get(channel, member)
         self._opened[channel.channel_id, member] = (channels, opened)
         ledger = Ledger(share, u.update_id, Verify(m["verify"]), m["as_they_come"], sink)
-        u.receiver = LocalWorker(member, self._data, opened, share, opened.bytes_landed, sink, ledger)
+        u.receiver = LocalWorker(
+            member, self._data, opened, share, opened.bytes_landed, sink, ledger, channel_id=channel.channel_id
+        )
         return {}
 
     def _plan(self, m: dict[str, Any]) -> Plan:

@@ -131,4 +131,5 @@ def open_worker(link: WorkerLink, r: Reception) -> RemoteWorker:
         **plan,
     )
     link.sent.add(r.plan.id)
-    return RemoteWorker(r.member, r.thread, channel, WorkerPlan(r.plan, r.manifest, r.member), 0, channel)
+    share = WorkerPlan(r.plan, r.manifest, r.member)
+    return RemoteWorker(r.member, r.thread, channel, share, 0, channel, channel_id=r.channel.channel_id)
