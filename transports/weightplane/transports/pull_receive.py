@@ -245,11 +245,11 @@ class PullReceiveChannel(ReceiveChannel):
             finally:
                 if sender is not None and self._senders.get(name) is not sender:
                     sender.socket.close()
-            self._poll(None, 0, min(pause, self._check(name)))
+            self._poll(name, None, 0, min(pause, self._check(name)))
             pause = min(2 * pause, 10 * _RETRY)
 
     def _open(self, sender: _Sender) -> None:
-        self._poll(sender, select.POLLOUT, self._check(sender.member))
+        self._poll(sender.member, sender.socket, select.POLLOUT, self._check(sender.member))
         error = sender.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
@@ -320,14 +320,14 @@ class PullReceiveChannel(ReceiveChannel):
 
     # --- messages
 
-    def _poll(self, sender: _Sender | None, events: int, seconds: float) -> None:
+    def _poll(self, waiting_for: str, sock: socket.socket | None, events: int, seconds: float) -> None:
         """Sleep until the socket is ready, an abort, or the time is over; raise if aborted or too late."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
-        if sender is not None:
-            poll.register(sender.socket, events)
+        if sock is not None:
+            poll.register(sock, events)
         poll.poll(max(0.0, seconds) * 1000 + 1)
-        self._check("" if sender is None else sender.member)
+        self._check(waiting_for)
 
     def _say(self, sender: _Sender, message: PullMessage) -> None:
         data = encode(message)
@@ -343,11 +343,11 @@ class PullReceiveChannel(ReceiveChannel):
                 raise self._lost(sender) from e
             if not data:
                 return
-            self._poll(sender, select.POLLOUT, self._check(sender.member))
+            self._poll(sender.member, sender.socket, select.POLLOUT, self._check(sender.member))
 
     def _fill(self, sender: _Sender) -> None:
         """Wait for bytes and take them."""
-        self._poll(sender, select.POLLIN, self._check(sender.member))
+        self._poll(sender.member, sender.socket, select.POLLIN, self._check(sender.member))
         try:
             data = sender.socket.recv(_CHUNK)
         except BlockingIOError:
