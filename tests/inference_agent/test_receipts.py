@@ -32,13 +32,17 @@ class Launch:
         self.keys = [k for k, _ in items]
         self._flats = [t for _, t in items]
         self._values: list[int] = []
+        self._running = False
         launches.append(self)
 
     def start(self) -> None:
+        assert not self._running, "started twice"
+        self._running = True
         self._values = [digest_spans([t]) for t in self._flats]
 
     def values(self) -> list[int]:
-        assert self._values, "not started"
+        assert self._running, "not started"
+        self._running = False
         return self._values
 
 
