@@ -45,6 +45,7 @@ class _Remote:
         self.stale: list[tuple[int, int, int]] = []  # device, begin, end of regions that are gone
         self.serves = False
         self.plans: dict[int, _Plan] = {}
+        self.planned: set[int] = set()  # buckets that ever had one
 
 
 class _Plan:
@@ -191,17 +192,20 @@ class UcxImporter(Importer):
             self._reconnect(sender, remote)
         plan = remote.plans.get(pull.bucket.index)
         if plan is None or plan.entry is not pull.entry or plan.spans is not pull.spans:
+            plan = None  # its memory may be the last reference
             plan = self._plan(sender, remote, pull)
         with _device_of(pull.spans):
             self._run(sender, remote, deque(plan.reads), pull.check, pull.landed)
 
     def _plan(self, sender: str, remote: _Remote, pull: Pull) -> _Plan:
-        old = remote.plans.pop(pull.bucket.index, None)
-        if old is not None:
-            self._drop(old)
+        index = pull.bucket.index
+        moved = index in remote.planned
+        remote.planned.add(index)
+        if index in remote.plans:
+            self._drop(remote.plans.pop(index))
         before = len(self._regions)
         covered = self._regions.cover(pull.spans)
-        if old is not None and len(self._regions) != before:  # memory moves here: let go of what is used no more
+        if moved and len(self._regions) != before:  # memory moves here: let go of what is used no more
             self._regions.settle(())
         entry, plan = pull.entry, _Plan(pull.entry, pull.spans, set(pull.entry.regions))
         local = [(r.kind, r.device, r.address + offset, n) for r, offset, n in covered]
