@@ -283,7 +283,8 @@ class Operations:
                 self._shares.keep(key, (fresh, Sink(fresh, self._engine.targets(w), kinds)))
             share, sink = self._shares[key]
             opened = self._data[w].submit(lambda m=member: self._channels.get(channel, m)).result()  # type: ignore[misc]
-            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come, sink)
+            untouched = t.in_place and not as_they_come and not self._engine.post_processes
+            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come, sink, untouched=untouched)
             t.add(LocalWorker(member, self._data[w], opened, share, opened.bytes_landed, sink, ledger))
 
     def _arm(self, t: Transfer, seq: int) -> None:

@@ -124,6 +124,11 @@ class TorchModuleEngine(GatedEngine):
         return Evidence.LIVE
 
     @property
+    def post_processes(self) -> bool:
+        """Only if it has hooks."""
+        return bool(self.hooks)
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes reserved for staging, all workers."""
         return sum(a.nbytes for a in self._arenas)
