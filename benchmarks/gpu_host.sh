@@ -6,6 +6,7 @@
 #   bash benchmarks/gpu_host.sh wires        benchmarks/transports.py across two GPUs and on one
 #   bash benchmarks/gpu_host.sh buckets      the same across, by bucket size, without digests, 3 samples
 #   bash benchmarks/gpu_host.sh updates      benchmarks/updates.py across and on one
+#   bash benchmarks/gpu_host.sh digests      benchmarks/digests.py: hashes, the mirror of host transports, a staged apply
 #   bash benchmarks/gpu_host.sh many         transports and updates to three receivers (four GPUs)
 #
 # Several parts may be named. Each benchmark takes at most PART_S seconds (default 270; tests: all that PART_S says) and
@@ -35,7 +36,7 @@ bench() {
   local name=$1 script=$2
   shift 2
   echo "== $name: $script $*" | tee -a "$OUT/log.txt"
-  timeout -k 10 "$PART_S" "$PYTHON" "benchmarks/$script" --strict --json "$OUT/$name.json" "$@" 2>&1 | tee -a "$OUT/log.txt"
+  timeout -k 10 "$PART_S" "$PYTHON" "benchmarks/$script" --json "$OUT/$name.json" "$@" 2>&1 | tee -a "$OUT/log.txt"
   local status=${PIPESTATUS[0]}
   [ ! -e "$OUT/$name.json" ] || "$PYTHON" benchmarks/_picture.py "$OUT/$name.json" "$OUT/$name.png" || true
   echo "== $name: exit status $status" | tee -a "$OUT/log.txt"
@@ -76,8 +77,8 @@ tests() {
 }
 
 wires() {
-  bench wires-across transports.py --device cuda ${WIRES:-}
-  bench wires-colocated transports.py --device cuda --colocated ${WIRES:-}
+  bench wires-across transports.py --strict --device cuda ${WIRES:-}
+  bench wires-colocated transports.py --strict --device cuda --colocated ${WIRES:-}
 }
 
 buckets() {
@@ -87,9 +88,13 @@ buckets() {
 
 updates() {
   local levels="--verify default --verify sampled --verify off"
-  bench updates-across updates.py --device cuda $levels --profile ${UPDATES:-}
-  bench updates-colocated updates.py --device cuda --colocated --transport cuda_ipc --mode in_place $levels \
+  bench updates-across updates.py --strict --device cuda $levels --profile ${UPDATES:-}
+  bench updates-colocated updates.py --strict --device cuda --colocated --transport cuda_ipc --mode in_place $levels \
     --verify full ${UPDATES:-}
+}
+
+digests() {
+  bench digests digests.py ${DIGESTS:-}
 }
 
 many() {
@@ -99,7 +104,7 @@ many() {
 
 for part in "${@:-setup}"; do
   case $part in
-    setup | tests | wires | buckets | updates | many) $part ;;
-    *) echo "no part $part: setup, tests, wires, buckets, updates, many" >&2; exit 2 ;;
+    setup | tests | wires | buckets | updates | digests | many) $part ;;
+    *) echo "no part $part: setup, tests, wires, buckets, updates, digests, many" >&2; exit 2 ;;
   esac
 done
