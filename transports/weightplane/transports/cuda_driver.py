@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from functools import cache
 from types import TracebackType
@@ -151,7 +152,7 @@ class Cuda:
         self._call("cuDeviceGet", byref(found), device, of=f"GPU {device}")
         return found
 
-    def on(self, device: int) -> _On:
+    def on(self, device: int) -> AbstractContextManager[None]:
         """Makes the device current for the calling thread, inside a ``with``."""
         return _On(self, self._context(device))
 
@@ -341,7 +342,7 @@ class Cuda:
             return frozenset()
 
 
-class _On:
+class _On(AbstractContextManager[None]):
     """See ``Cuda.on``."""
 
     __slots__ = ("_context", "_cuda")

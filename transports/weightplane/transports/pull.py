@@ -83,6 +83,7 @@ class PullSendChannel(SendChannel):
                     self._done[receiver].clear()
                     if receiver in self._links:
                         self._lost.pop(receiver, None)
+        self._exporter.armed()
 
     def send(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         """See ``SendChannel``. Returns when the receivers are told; the spans must not change before ``flush``."""
