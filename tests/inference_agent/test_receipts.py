@@ -92,6 +92,8 @@ class Worker:
         spans, memory = sink.spans(bucket)
         for span, data in zip(spans, self.bytes_of(bucket), strict=True):
             span.copy_(data)
+        if any(s.is_cuda for s in spans):
+            torch.cuda.synchronize()  # as every transport does
         sink.complete(bucket)
         if ledger is not None:
             ledger.feed(bucket, spans, memory)

@@ -44,7 +44,7 @@ class Recorder(SendChannel):
     def send(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         assert all(s.dtype == torch.uint8 and s.dim() == 1 and s.is_contiguous() for s in spans)
         self.lists[bucket.index] = spans
-        self.sent[bucket.index] = b"".join(bytes(s.numpy()) for s in spans)
+        self.sent[bucket.index] = b"".join(bytes(s.cpu().numpy()) for s in spans)
 
     def flush(self) -> None:
         self.flushes += 1
@@ -112,7 +112,7 @@ class Trainer:
                 tensor = state[self.manifest.tensors[r.tensor].name]
                 for dim, (start, stop) in enumerate(r.box):
                     tensor = tensor.narrow(dim, start, stop - start)
-                want += bytes(as_bytes(tensor)[s.offset : s.offset + s.nbytes].numpy())
+                want += bytes(as_bytes(tensor.cpu())[s.offset : s.offset + s.nbytes].numpy())
             assert self.channel.sent[bucket.index] == want, bucket
         found = self.digests.of_plan(self.plan, lambda p, r: pytest.fail("nothing is late"))
         for r, value in zip(self.plan.regions, found, strict=True):
