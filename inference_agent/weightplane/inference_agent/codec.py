@@ -202,7 +202,10 @@ def _channel(m: transport_pb2.ChannelBinding) -> Channel:
         replicas=(),
         modes=(),
         bucket_bytes=m.bucket_bytes,
-        offers={member: Offer(o.transport, o.SerializeToString(), o.same_host, tuple(o.reaches)) for member, o in m.offers.items()},
+        offers={
+            member: Offer(o.transport, o.SerializeToString(), o.same_host, tuple(o.reaches))
+            for member, o in m.offers.items()
+        },
         ordinal=m.ordinal,
     )
 
