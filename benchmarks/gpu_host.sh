@@ -88,9 +88,10 @@ buckets() {
 
 updates() {
   local levels="--verify default --verify sampled --verify off"
+  local one="--transport cuda_ipc --mode in_place"
   bench updates-across updates.py --strict --device cuda $levels --profile ${UPDATES:-}
-  bench updates-colocated updates.py --strict --device cuda --colocated --transport cuda_ipc --mode in_place $levels \
-    --verify full ${UPDATES:-}
+  bench updates-colocated updates.py --strict --device cuda --colocated $one $levels --verify full ${UPDATES:-}
+  bench updates-buckets updates.py --device cuda --quick $one --bucket-bytes 64MiB --bucket-bytes 512MiB ${UPDATES:-}
 }
 
 digests() {
