@@ -9,7 +9,7 @@ ARGS   ?=
 VENV       := .venv
 PROTO_VENV := .venv-proto
 VLLM_VENV  := .venv-vllm
-BENCHMARKS := benchmarks/control_plane.py benchmarks/transports.py
+BENCHMARKS := benchmarks/control_plane.py benchmarks/transports.py benchmarks/updates.py
 # -qq keeps errors and drops the rest.
 PIP_FLAGS  := -qq --disable-pip-version-check --no-input
 # One stamp per torch requirement, so that another TORCH is installed when it is asked for.

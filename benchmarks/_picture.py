@@ -27,11 +27,15 @@ def draw(document: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    if not any("model" in r["details"] for r in document["results"]):
+        print("nothing was measured that could be drawn")
+        return
     make = _updates if document["benchmark"] == "updates" else _transports
     figure = make(pyplot, document)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
+    print(f"drawn: {path}")
 
 
 def _caption(document: dict[str, Any]) -> str:

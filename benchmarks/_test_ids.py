@@ -13,7 +13,9 @@ from pathlib import Path
 __all__ = ["collected_ids", "outcomes", "summary"]
 
 _ID = re.compile(r"^\S+\.py::\S.*$")
-_OUTCOME = re.compile(r"^(\S+\.py::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+_WORDS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
+_OUTCOME = re.compile(rf"^(?P<id>\S+\.py::.*?) (?P<word>{_WORDS})\b")
+_OF_XDIST = re.compile(rf"^\[gw\d+\] (?:\[ *\d+%\] )?(?P<word>{_WORDS}) (?P<id>\S+\.py::.*?)\s*$")
 
 
 def collected_ids(text: str) -> set[str]:
@@ -23,7 +25,8 @@ def collected_ids(text: str) -> set[str]:
 
 def outcomes(text: str) -> dict[str, str]:
     """What ``-v`` says of each id; a later word (an error at teardown) overrules an earlier one."""
-    return {m[1]: m[2] for line in text.splitlines() if (m := _OUTCOME.match(line))}
+    found = (_OUTCOME.match(line) or _OF_XDIST.match(line) for line in text.splitlines())
+    return {m["id"]: m["word"] for m in found if m}
 
 
 def summary(collected: set[str], ran: dict[str, str]) -> tuple[bool, list[str]]:

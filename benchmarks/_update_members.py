@@ -29,7 +29,7 @@ from weightplane.transports import registry
 from weightplane.transports.dtypes import as_bytes, dtype_of
 
 #: What a receipt says, in seconds.
-PHASES = ("gather", "wire", "verify", "decide", "pause", "apply", "total")
+PHASES = ("gather", "mirror", "wire", "verify", "decide", "pause", "apply", "total")
 
 
 def module_of(shapes: Sequence[Shape], device: str) -> nn.Module:

@@ -1,11 +1,10 @@
 #!/bin/bash
 # What a GPU host without a network lacks, for Python 3.12, in one ignored folder that travels with the checkout:
 #
-#   bash benchmarks/gpu_bundle.sh         makes .carry-gpu/ (some 30 MB; seconds once the wheels are in .carry-wheels/)
+#   bash benchmarks/gpu_bundle.sh         makes .carry-gpu/ (21 MB; seconds once the wheels are in .carry-wheels/)
 #
 #   .carry-gpu/site.tar.xz   the packages below, unpacked: NIXL without its expert-parallel kernels and programs
 #   .carry-gpu/COMMIT        what is measured; run this again after every commit
-#   .carry-gpu/shared/       vLLM's own benchmark, where ../shared/gpu is there (see benchmarks/README.md)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -27,8 +26,4 @@ if [ ! -e .carry-gpu/site.tar.xz ] || [ -n "$(find .carry-wheels "$0" -newer .ca
   tar -C "$site" -cf - . | xz -6 -T0 >.carry-gpu/site.tar.xz
 fi
 git describe --always --dirty --abbrev=12 '--exclude=*' >.carry-gpu/COMMIT
-if [ -d ../shared/gpu ]; then
-  mkdir -p .carry-gpu/shared
-  cp -f ../shared/gpu/*.py .carry-gpu/shared/
-fi
 du -sh .carry-gpu/* && du -shc .carry-gpu | tail -1 && cat .carry-gpu/COMMIT

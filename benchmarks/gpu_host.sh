@@ -6,16 +6,18 @@
 #   bash benchmarks/gpu_host.sh wires        benchmarks/transports.py across two GPUs and on one
 #   bash benchmarks/gpu_host.sh buckets      the same across, by bucket size, without digests, 3 samples
 #   bash benchmarks/gpu_host.sh updates      benchmarks/updates.py across and on one
+#   bash benchmarks/gpu_host.sh digests      benchmarks/digests.py: hashes, the mirror of host transports, a staged apply
 #   bash benchmarks/gpu_host.sh many         transports and updates to three receivers (four GPUs)
 #
-# Several parts may be named; each takes at most PART_S seconds (default 540) and keeps what it found so far.
+# Several parts may be named. Each benchmark takes at most PART_S seconds (default 270; tests: all that PART_S says) and
+# keeps what it found so far. A part leaves at most two files for each benchmark and one log for all.
 # More words for the benchmarks: WIRES='--model dense' UPDATES='--transport nccl'; for pytest: TESTS='-k ucx'.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-.bench/gpu}
 SITE=${SITE:-/tmp/weightplane-site}
 CARRY=${CARRY:-.carry-gpu}
-PART_S=${PART_S:-540}
+PART_S=${PART_S:-270}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 
@@ -29,15 +31,15 @@ export PYTHONPATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export WEIGHTPLANE_COMMIT=${WEIGHTPLANE_COMMIT:-$(cat "$CARRY/COMMIT" 2>/dev/null || echo unknown)}
 export WEIGHTPLANE_BENCH_TIMEOUT_S=${WEIGHTPLANE_BENCH_TIMEOUT_S:-60}
 
-# bench NAME SCRIPT WORDS…: the figures to $OUT/NAME.json, drawn in $OUT/NAME.png, the rest to $OUT/NAME.log
+# bench NAME SCRIPT WORDS…: the figures to $OUT/NAME.json, drawn in $OUT/NAME.png, what is printed to $OUT/log.txt too
 bench() {
   local name=$1 script=$2
   shift 2
-  echo "== $name: $script $*"
-  timeout -k 10 "$PART_S" "$PYTHON" "benchmarks/$script" --strict --json "$OUT/$name.json" "$@" 2>&1 | tee "$OUT/$name.log"
+  echo "== $name: $script $*" | tee -a "$OUT/log.txt"
+  timeout -k 10 "$PART_S" "$PYTHON" "benchmarks/$script" --json "$OUT/$name.json" "$@" 2>&1 | tee -a "$OUT/log.txt"
   local status=${PIPESTATUS[0]}
   [ ! -e "$OUT/$name.json" ] || "$PYTHON" benchmarks/_picture.py "$OUT/$name.json" "$OUT/$name.png" || true
-  echo "== $name: exit status $status"
+  echo "== $name: exit status $status" | tee -a "$OUT/log.txt"
 }
 
 setup() {
@@ -75,8 +77,8 @@ tests() {
 }
 
 wires() {
-  bench wires-across transports.py --device cuda ${WIRES:-}
-  bench wires-colocated transports.py --device cuda --colocated ${WIRES:-}
+  bench wires-across transports.py --strict --device cuda ${WIRES:-}
+  bench wires-colocated transports.py --strict --device cuda --colocated ${WIRES:-}
 }
 
 buckets() {
@@ -86,9 +88,14 @@ buckets() {
 
 updates() {
   local levels="--verify default --verify sampled --verify off"
-  bench updates-across updates.py --device cuda $levels --profile ${UPDATES:-}
-  bench updates-colocated updates.py --device cuda --colocated --transport cuda_ipc --mode in_place $levels \
-    --verify full ${UPDATES:-}
+  local one="--transport cuda_ipc --mode in_place"
+  bench updates-across updates.py --strict --device cuda $levels --profile ${UPDATES:-}
+  bench updates-colocated updates.py --strict --device cuda --colocated $one $levels --verify full ${UPDATES:-}
+  bench updates-buckets updates.py --device cuda --quick $one --bucket-bytes 64MiB --bucket-bytes 512MiB ${UPDATES:-}
+}
+
+digests() {
+  bench digests digests.py ${DIGESTS:-}
 }
 
 many() {
@@ -98,7 +105,7 @@ many() {
 
 for part in "${@:-setup}"; do
   case $part in
-    setup | tests | wires | buckets | updates | many) $part ;;
-    *) echo "no part $part: setup, tests, wires, buckets, updates, many" >&2; exit 2 ;;
+    setup | tests | wires | buckets | updates | digests | many) $part ;;
+    *) echo "no part $part: setup, tests, wires, buckets, updates, digests, many" >&2; exit 2 ;;
   esac
 done

@@ -282,7 +282,6 @@ def main(words: Sequence[str] | None = None) -> int:
     report.write()
     if args.picture is not None:
         draw(report.document(), args.picture)
-        print(f"drawn: {args.picture}")
     return 0 if good or not args.strict else 1
 
 

@@ -72,7 +72,7 @@ class _Sender(_Side, base.SendChannel):
         with part.open("wb", buffering=0) as file:
             for piece in (p for span in spans for p in span.split(1 << 20)):
                 self.check(bucket.index, bucket.receivers)
-                file.write(memoryview(piece.numpy()))  # type: ignore[arg-type]
+                file.write(memoryview(piece.numpy()))
                 failpoints.hit("folder.send.inside")
         part.rename(part.with_name(str(bucket.index)))
         self.sent += (bucket,)
@@ -110,7 +110,7 @@ class _Receiver(_Side, base.ReceiveChannel):
         with path.open("rb", buffering=0) as file:
             for piece in (p for span in spans for p in span.split(1 << 20)):
                 self.check(bucket.index, (bucket.sender,))
-                self.landed += file.readinto(memoryview(piece.numpy()))  # type: ignore[arg-type]
+                self.landed += file.readinto(memoryview(piece.numpy()))
                 failpoints.hit("folder.receive.inside")
         self.done(bucket, self.member).touch()
 

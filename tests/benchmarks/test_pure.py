@@ -71,4 +71,7 @@ def test_passed_ids_are_compared_with_collected_ones() -> None:
     assert not good and any("SKIPPED: tests/a.py::two[x y]" in line for line in lines)
     good, lines = summary(collected, outcomes("tests/a.py::one PASSED\ntests/a.py::one ERROR\n"))
     assert not good and sum("no outcome" in line for line in lines) == 1
+    assert summary(
+        collected, outcomes("[gw0] [ 50%] PASSED tests/a.py::one \n[gw1] [100%] PASSED tests/a.py::two[x y] \n")
+    )[0]
     assert not summary(set(), {})[0]

@@ -32,13 +32,17 @@ class Launch:
         self.keys = [k for k, _ in items]
         self._flats = [t for _, t in items]
         self._values: list[int] = []
+        self._running = False
         launches.append(self)
 
     def start(self) -> None:
+        assert not self._running, "started twice"
+        self._running = True
         self._values = [digest_spans([t]) for t in self._flats]
 
     def values(self) -> list[int]:
-        assert self._values, "not started"
+        assert self._running, "not started"
+        self._running = False
         return self._values
 
 
@@ -88,6 +92,8 @@ class Worker:
         spans, memory = sink.spans(bucket)
         for span, data in zip(spans, self.bytes_of(bucket), strict=True):
             span.copy_(data)
+        if any(s.is_cuda for s in spans):
+            torch.cuda.synchronize()  # as every transport does
         sink.complete(bucket)
         if ledger is not None:
             ledger.feed(bucket, spans, memory)
@@ -301,3 +307,42 @@ def test_a_region_that_is_held_nowhere_is_named() -> None:
     live = RegionMemory(w.share, {i: t for i, t in w.targets.items() if i != 3})
     with pytest.raises(EngineError, match="'t3'"):
         ledger(w, None, as_they_come=False).read_back(live)
+
+
+def test_live_memory_that_nobody_else_writes_is_read_back_beside_the_wire_and_not_again(
+    card: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = Worker()
+    sink, live = Sink(w.share, w.targets), RegionMemory(w.share, w.targets)
+    monkeypatch.setattr(RegionMemory, "digests", lambda self, wanted: pytest.fail("read again"))
+    for verify in (Verify.FULL, Verify.SAMPLED):
+        took = Ledger(w.share, "u1", verify, False, sink, untouched=True)
+        for b in w.share.buckets:
+            w.take(sink, took, b)
+        took.read_back(live)
+        assert took.digests == {i: d for i, d in w.digests.items() if i in w.share.hashed("u1", verify)}
+
+
+@pytest.mark.parametrize("why", ["written", "second-home", "overlap", "strided", "short"])
+def test_it_is_read_at_the_end_where_that_could_tell_more(card: list[Launch], why: str) -> None:
+    targets: dict[int, torch.Tensor] = {}
+    if why == "second-home":
+        targets = {12: torch.zeros(8, 8)}
+    elif why == "strided":
+        targets = {3: torch.zeros(8, 8).t()}
+    elif why == "overlap":
+        both = torch.zeros(12, 8)
+        targets = {3: both[:8], 4: both[4:]}
+    w = Worker(targets)
+    sink, live = Sink(w.share, w.targets), RegionMemory(w.share, w.targets)
+    took = Ledger(w.share, "u1", Verify.FULL, False, sink, untouched=why != "written")
+    for b in w.share.buckets[: -1 if why == "short" else None]:
+        w.take(sink, took, b)
+    as_bytes(w.targets[5][0])[0] ^= 1
+    if why == "short":
+        with pytest.raises(EngineError, match="'t5'"):
+            took.read_back(live)
+        return
+    took.read_back(live)
+    assert took.digests[5] != w.digests[5], "what is there now"
+    assert (took.digests[3] != w.digests[3]) is (why == "overlap")

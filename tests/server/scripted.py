@@ -194,7 +194,9 @@ class Replica:
         """Say hello and begin; returns once the server has the first report."""
         self._tasks = [asyncio.create_task(self._session())]
         await asyncio.wait([asyncio.create_task(self.joined.wait()), self._tasks[0]], return_when="FIRST_COMPLETED")
+        end = asyncio.get_running_loop().time() + 10
         while self.ended is None and not await self._known():
+            assert asyncio.get_running_loop().time() < end, f"the server never took in a report of {self.rid}"
             await asyncio.sleep(0.005)  # another process's state: nothing to wait on
         return self
 

@@ -72,7 +72,7 @@ async def test_a_receipt_names_the_plan_of_its_own_worker() -> None:
         u = await trainer.start()
         plans = {c.channel_id: c.plan_id for c in u.channels}
         first, second = (plans[c] for c in u.participants[0].channel_ids)
-        said = {"group": "g", "replica_id": "r0", "incarnation": replica.incarnation, "epoch": u.epoch}
+        said: dict[str, Any] = {"group": "g", "replica_id": "r0", "incarnation": replica.incarnation, "epoch": u.epoch}
         receipt = up.Receipt(update_id=u.update_id, member="r0/1", plan_id=first, evidence=cm.EVIDENCE_LIVE, total=0)
         error = await refused(
             replica.agent.PutReceipt(ag.PutReceiptRequest(**said, receipt=receipt), timeout=5), "INVALID_ARGUMENT"

@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Sequence
 
+import torch
 from torch import nn
 
+from weightplane.controlplane.core.plan import Bucket
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
-from weightplane.transports.base import ChannelSpec, ReceiveChannel, Transport, TransportError
+from weightplane.transports.base import ChannelSpec, Transport, TransportError
+from weightplane.transports.grpc_data_port import GrpcReceiveChannel
 from weightplane.transports.grpc_stream import GrpcTransport
 from weightplane.transports.shm import ShmTransport
 from weightplane.v1.transport_pb2 import Rendezvous
@@ -46,11 +50,11 @@ class LyingGrpc(GrpcTransport):
 
     lying = False
 
-    def open_receiver(self, spec: ChannelSpec, member: str) -> ReceiveChannel:
+    def open_receiver(self, spec: ChannelSpec, member: str) -> GrpcReceiveChannel:
         channel = super().open_receiver(spec, member)
         receive = channel.receive
 
-        def lie(bucket, spans):  # type: ignore[no-untyped-def]
+        def lie(bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
             receive(bucket, spans)
             if self.lying:
                 spans[0][0] ^= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import nn
 
 from tests.inference_agent.models import Awkward
@@ -54,3 +55,22 @@ def test_a_helper_process_holds_the_lease(f: Fleet) -> None:
     assert rank.session and not rank.watches
     publisher.close()
     assert f.state().trainer.closed
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_source_that_moves_between_publishes_frees_its_memory_if_asked(f: Fleet, hold: bool) -> None:
+    module = nn.Linear(64, 64, bias=False)
+    f.replica("r0", TorchModuleEngine(nn.Linear(64, 64, bias=False)))
+    publisher = f.publisher(module, hold_source=hold)
+    gone = torch.UntypedStorage._expired
+    for step in range(3):
+        fill(module, step)
+        publisher.publish(step)
+        assert same(f.engines["r0"], module)
+        weak = module.weight.untyped_storage()._weak_ref()
+        module.weight.data = module.weight.data.clone()  # as ``module.to`` does
+        if hold:
+            assert not gone(weak), "kept, with what was worked out for it"
+            publisher.release()
+        assert gone(weak)
+        torch.UntypedStorage._free_weak_ref(weak)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ class Recorder(SendChannel):
     def send(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         assert all(s.dtype == torch.uint8 and s.dim() == 1 and s.is_contiguous() for s in spans)
         self.lists[bucket.index] = spans
-        self.sent[bucket.index] = b"".join(bytes(s.numpy()) for s in spans)
+        self.sent[bucket.index] = b"".join(bytes(s.cpu().numpy()) for s in spans)
 
     def flush(self) -> None:
         self.flushes += 1
@@ -111,7 +112,7 @@ class Trainer:
                 tensor = state[self.manifest.tensors[r.tensor].name]
                 for dim, (start, stop) in enumerate(r.box):
                     tensor = tensor.narrow(dim, start, stop - start)
-                want += bytes(as_bytes(tensor)[s.offset : s.offset + s.nbytes].numpy())
+                want += bytes(as_bytes(tensor.cpu())[s.offset : s.offset + s.nbytes].numpy())
             assert self.channel.sent[bucket.index] == want, bucket
         found = self.digests.of_plan(self.plan, lambda p, r: pytest.fail("nothing is late"))
         for r, value in zip(self.plan.regions, found, strict=True):
@@ -400,3 +401,28 @@ def test_a_sampled_region_that_no_lane_hashed_is_asked_for_and_no_other() -> Non
 
     found = digests.of_plan(plan, late)
     assert asked == sampled_regions("u2", 300) and found == [i + 1 if i in asked else 0 for i in range(300)]
+
+
+def test_what_was_queued_is_waited_for_and_is_nothing_on_the_host() -> None:
+    produced = StateDictSource(state()).produced()
+    produced.wait()
+    produced.order()
+
+    class Event:
+        seen: ClassVar[list[str]] = []
+
+        def synchronize(self) -> None:
+            self.seen.append("waited for")
+
+    produced._events[torch.device("cuda", 0)] = Event()
+    trainer = Trainer(StateDictSource(state()))
+    manifest = trainer.source.manifest()
+    trainer.plan = make_plan(manifest, [trainer.source.placement(0)], [full_placement("r/0", manifest)], 300)
+    trainer.channel.send = lambda bucket, spans: Event.seen.append("sent")  # type: ignore[method-assign]
+    buckets = trainer.plan.buckets
+    supply = DirectSupply(trainer.source, [(trainer.plan, buckets)])
+    lane = Lane(0, trainer.opened, trainer.plan, buckets)
+    sending = Sending([lane], manifest, supply, None, Stop(), produced=produced)
+    sending.start()
+    assert sending.wait(time.monotonic() + 20)
+    assert Event.seen == ["waited for"] + ["sent"] * len(buckets)

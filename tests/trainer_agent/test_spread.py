@@ -90,7 +90,12 @@ def test_a_replica_spread_over_two_channels_in_place_waits_for_the_staged_ones(f
     order: list[str] = []
     engine = f.engines["spread"]
     writing = engine.writing
-    engine.writing = lambda update_id: (order.append(staged_votes(f)), writing(update_id))[1]  # type: ignore[method-assign]
+
+    def observed(update_id: str) -> None:
+        order.append(staged_votes(f))
+        writing(update_id)
+
+    engine.writing = observed  # type: ignore[method-assign]
     for step in (1, 2):
         fill(source, step)
         receipt = publisher.publish(step)
@@ -246,7 +251,7 @@ def test_planted_a_replica_that_votes_for_one_channels_bytes_is_found(
     three_ways(f)
     receive = transfer.Transfer.receive
 
-    def first_only(self, engine, progress):  # type: ignore[no-untyped-def]
+    def first_only(self, engine, progress):
         everyone, self.workers = self.workers, [w for w in self.workers if w.channel_id == self.workers[0].channel_id]
         receive(self, engine, progress)
         self.workers = everyone

@@ -108,7 +108,7 @@ class MemoryTransport(PullTransport):
 
     name: ClassVar[str] = "pull_memory"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        device_kinds=frozenset({"cpu"}), one_to_many=True, one_sided=True, cross_host=False, buffered=False
+        device_kinds=frozenset({"cpu"}), one_to_many=True, one_sided=True, cross_host=True, buffered=False
     )
 
     def probe(self) -> Probe:

@@ -1,7 +1,7 @@
 """The device's digests against the CPU's. The kernels run on a card if there is one, else in Triton's interpreter.
 
 Without a card: ``TRITON_INTERPRET=1 pytest tests/transports/test_digest_cuda.py`` where Triton is installed (the
-interpreter must be chosen before anything imports Triton). What is skipped says why.
+interpreter must be chosen before anything imports Triton).
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from weightplane.transports.digest_cuda import RegionGroup, RegionHasher, digest
 CARD = torch.cuda.is_available()
 INTERPRETED = not CARD and os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICE = torch.device("cuda", 0) if CARD else torch.device("cpu")
-kernels = pytest.mark.skipif(
-    not CARD and not INTERPRETED, reason="needs a CUDA device, or Triton and TRITON_INTERPRET=1 for its interpreter"
-)
+kernels = pytest.mark.filterwarnings("default") if INTERPRETED else pytest.mark.gpu
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "digests.json").read_text())
 
 
@@ -133,7 +131,7 @@ def test_the_device_is_tried_once_and_works() -> None:
     assert digest_cuda.unusable(DEVICE) == ""
 
 
-@pytest.mark.skipif(not CARD, reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_tensors_of_every_kind_on_a_card() -> None:
     tensors = [
         torch.randn(300, 500, device=DEVICE).bfloat16(),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,27 @@ class VllmServer:
             "return_token_ids": True,
         }
         return list(self.post("/v1/completions", body, timeout)["choices"][0]["token_ids"])
+
+    def stream(self, prompt: list[int], tokens: int, timeout: float = 120.0) -> Iterator[int]:
+        """Greedy tokens as they come."""
+        body = {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            self.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            for line in answer:
+                text = line.decode().removeprefix("data:").strip()
+                if text and text != "[DONE]":
+                    for choice in json.loads(text).get("choices", ()):
+                        yield from choice.get("token_ids") or ()
 
     def all_tokens(self) -> list[list[int]]:
         """Of every prompt."""

@@ -99,7 +99,8 @@ def worker_offers(
     offers: list[Rendezvous] = []
     why: dict[str, str] = {}
     for name, transport in transports.items():
-        if device_kind not in transport.capabilities.device_kinds:
+        # One that moves host memory reaches a GPU through a pinned bucket (receipts.Sink).
+        if not {device_kind, "cpu"} & transport.capabilities.device_kinds:
             why[name] = f"does not reach {device_kind} memory"
             continue
         try:

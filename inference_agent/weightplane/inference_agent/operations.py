@@ -289,7 +289,8 @@ class Operations:
                 self._shares.keep(key, (fresh, Sink(fresh, self._engine.targets(w), kinds)))
             share, sink = self._shares[key]
             opened = self._data[w].submit(partial(self._channels.get, channel, member)).result()
-            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come, sink)
+            untouched = t.in_place and not as_they_come and not self._engine.post_processes
+            ledger = Ledger(share, t.update_id, t.want.verify, as_they_come, sink, untouched=untouched)
             base = opened.bytes_landed
             t.add(LocalWorker(member, self._data[w], opened, share, base, sink, ledger, channel_id=channel.channel_id))
 

@@ -108,15 +108,25 @@ class Ledger:
     """What one worker got of one update: bytes per region, and their digests as they came (``as_they_come``).
 
     ``sink``: where the bytes are put. With it, what lands in a device's memory is hashed there, region by region.
+    ``untouched``: the sink's targets are live memory that nobody but the transport writes before it is read back; then
+    each region may be read back as soon as it is whole, beside the wire, instead of all of them at the end.
     """
 
     def __init__(
-        self, share: WorkerPlan, update_id: str, verify: Verify, as_they_come: bool, sink: Sink | None = None
+        self,
+        share: WorkerPlan,
+        update_id: str,
+        verify: Verify,
+        as_they_come: bool,
+        sink: Sink | None = None,
+        *,
+        untouched: bool = False,
     ) -> None:
         self.share = share
         self._verify = verify
         self._wanted = share.hashed(update_id, verify)
-        self._hash = as_they_come and bool(self._wanted)
+        self._early = untouched and not as_they_come and bool(self._wanted) and sink is not None and sink.arrivals.alone
+        self._hash = (as_they_come or self._early) and bool(self._wanted)
         self._fed: set[int] = set()
         self._cut: dict[int, int] = {}  # bytes in place of regions that come in parts
         self._open: dict[int, PartDigest] = {}
@@ -226,10 +236,12 @@ class Ledger:
         """Take the digests from live memory, under every name; raise ``EngineError`` naming what differs.
 
         Where digests were taken as the bytes came, live memory must have the same; else the live ones are the record,
-        and two homes of one region must agree.
+        and two homes of one region must agree. Nothing is read again that was read back beside the wire.
         """
         wanted = [i for i in self.share.regions if i in self._wanted]
         known = self.digests
+        if self._early and len(known) == len(wanted):
+            return
         found, others = live.digests(wanted)
         if not known and len(found) == len(wanted):
             known.update(found)

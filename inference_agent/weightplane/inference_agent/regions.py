@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,18 +125,23 @@ class Arrivals:
     """The regions whose first home is one piece of a device's memory, in launches that can start once their last bucket
     has landed.
 
-    ``regions``: those it covers. ``closes``: by bucket, the groups that have bytes in it; ``needs``: by group, in how
-    many buckets.
+    ``flats``: the bytes of the regions it covers. ``closes``: by bucket, the groups that have bytes in it; ``needs``:
+    by group, in how many buckets. ``alone``: it covers every region, none has a second home, and no two share a byte:
+    what is hashed once a region has landed is what would be read later, if only the transport writes meanwhile.
     """
 
     def __init__(self, share: WorkerPlan, targets: LocalTensors) -> None:
         here: list[tuple[int, torch.Tensor]] = []
+        homes_in_all = 0
         for region in share.regions:
-            home = min(share.homes(region, targets), key=lambda h: not is_row_major(h), default=None)
+            homes = {(h.device, h.data_ptr(), h.shape, h.stride()): h for h in share.homes(region, targets)}
+            homes_in_all += len(homes)
+            home = min(homes.values(), key=lambda h: not is_row_major(h), default=None)
             if home is not None and digest_cuda.on_device(home):
                 here.append((region, flat_bytes(home.detach())))
         self.groups = grouped(here, _LEAST)
         self.flats = dict(here)
+        self.alone = len(here) == homes_in_all == len(share.regions) and _disjoint([flat for _, flat in here])
         self.closes: dict[int, tuple[int, ...]] = {}
         self.needs = [0] * len(self.groups)
         of = {region: g for g, group in enumerate(self.groups) for region in group.keys}
@@ -148,3 +154,8 @@ class Arrivals:
     def sample(self, regions: Collection[int]) -> list[RegionGroup]:
         """Launches for some of the regions."""
         return grouped([(r, self.flats[r]) for r in regions if r in self.flats], _MOST)
+
+
+def _disjoint(flats: Sequence[torch.Tensor]) -> bool:
+    spans = sorted((t.device.type, t.device.index or 0, t.data_ptr(), t.data_ptr() + t.numel()) for t in flats)
+    return all(a[:2] != b[:2] or a[3] <= b[2] for a, b in pairwise(spans))

@@ -167,6 +167,13 @@ class ReceiveChannel(ABC):
     def receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         """Fill ``spans`` (as in ``send``) with the bucket's bytes; blocks until they are all there."""
 
+    def ahead(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
+        """Say which ``receive`` comes after the next one: from now on those spans may be filled as well.
+
+        The bucket is armed. Returns at once; the default does nothing. Void after ``arm`` and after a call that raised.
+        """
+        return None
+
     @property
     @abstractmethod
     def bytes_landed(self) -> int:

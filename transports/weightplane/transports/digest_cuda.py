@@ -26,7 +26,17 @@ import xxhash
 from .digest import LEAF_BYTES, Digest, digest_tensor, memory_of
 from .dtypes import flat_bytes, is_row_major
 
-__all__ = ["LeafTable", "Part", "PartDigest", "RegionGroup", "RegionHasher", "digest_tensors", "grouped", "on_device", "unusable"]
+__all__ = [
+    "LeafTable",
+    "Part",
+    "PartDigest",
+    "RegionGroup",
+    "RegionHasher",
+    "digest_tensors",
+    "grouped",
+    "on_device",
+    "unusable",
+]
 
 log = logging.getLogger(__name__)
 

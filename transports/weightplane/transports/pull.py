@@ -83,6 +83,7 @@ class PullSendChannel(SendChannel):
                     self._done[receiver].clear()
                     if receiver in self._links:
                         self._lost.pop(receiver, None)
+        self._exporter.armed()
 
     def send(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         """See ``SendChannel``. Returns when the receivers are told; the spans must not change before ``flush``."""
@@ -189,7 +190,8 @@ class PullSendChannel(SendChannel):
             elif kind == "serve":
                 link.serve = message.serve.on
             elif kind == "bye":
-                self._lost.setdefault(link.receiver, f"left: {message.bye.reason[:1000]}")
+                link.close(f"left: {message.bye.reason[:1000]}")
+                self._gone(link)
             else:
                 raise FrameError(f"{kind} is not for a sender")
             self._changed.notify_all()
@@ -197,10 +199,8 @@ class PullSendChannel(SendChannel):
     def ended(self, link: Link) -> None:
         """See ``Owner``."""
         with self._changed:
-            if self._links.get(link.receiver) is link:
-                del self._links[link.receiver]
-                self._lost.setdefault(link.receiver, link.gone)
-                self._changed.notify_all()
+            self._gone(link)
+            self._changed.notify_all()
 
     def pace(self) -> float | None:
         """See ``Owner``."""
@@ -219,6 +219,11 @@ class PullSendChannel(SendChannel):
         self._exporter.serve()
 
     # --- inside
+
+    def _gone(self, link: Link) -> None:
+        if self._links.get(link.receiver) is link:
+            del self._links[link.receiver]
+            self._lost.setdefault(link.receiver, link.gone)
 
     def _check(self, bucket: int) -> None:
         if self._closed:

@@ -55,6 +55,10 @@ class Exporter(ABC):
     def region(self, region: int) -> PullRegion:
         """What a receiver is told of a region that an entry names."""
 
+    def armed(self) -> None:
+        """Called in each ``arm``, by the thread that arms; must not block."""
+        return None
+
     def holds(self, entry: Entry) -> bool:
         """Whether the memory of an entry is still what it was, though its spans are the same objects. Cheap."""
         return True
@@ -143,6 +147,18 @@ class Importer(ABC):
         The sizes of entry and spans agree. The very list object of an earlier call for the bucket means the same
         memory. Raises ``PeerLost`` when the sender cannot be read any more.
         """
+
+    def begin(self, sender: str, pull: Pull) -> None:
+        """``pull`` will be called for this bucket, with the same entry and spans: what can start at once may start.
+
+        Comes before or while (from ``check``) another bucket is pulled. Must not wait, and calls neither ``check`` nor
+        ``landed``.
+        """
+        return None
+
+    def quiet(self) -> None:
+        """Nothing that was begun may land any more. Bounded; never raises; not while ``pull`` runs."""
+        return None
 
     @abstractmethod
     def detach(self, sender: str) -> None:

@@ -64,6 +64,7 @@ class _Sender:
         self.chunks = 0
         self.token: ArmToken | None = None
         self.ready: dict[int, int] = {}
+        self.fitting: dict[int, tuple[Entry, Sequence[torch.Tensor]]] = {}  # of each bucket's bytes
         self.partial = False  # a message of ours is half sent
         self.bye = ""
 
@@ -82,6 +83,8 @@ class PullReceiveChannel(ReceiveChannel):
         self._bucket = -1
         self._landed = 0
         self._looked = 0.0
+        self._next: tuple[Bucket, Sequence[torch.Tensor]] | None = None
+        self._pulling = False
         self._lock = threading.Lock()  # for what abort touches: the wake descriptor, the sockets
         self._reason: str | None = None
         self._closed = False
@@ -100,6 +103,8 @@ class PullReceiveChannel(ReceiveChannel):
                 raise TransportError(f"bucket {bucket.index} is not {self.member!r}'s on this channel")
         if why := self._importer.broken:
             raise TransportError(f"channel {self.spec.channel_id}: {why}: bind a new one")
+        self._importer.quiet()  # what was begun for an earlier call
+        self._next = None
         self._deadline = deadline
         self._token = token
         for name in dict.fromkeys(b.sender for b in buckets):
@@ -111,30 +116,47 @@ class PullReceiveChannel(ReceiveChannel):
             if token != sender.token:
                 self._announce(sender, token)
 
+    def ahead(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
+        """See ``ReceiveChannel``. Begun when its sender is heard to have it ready."""
+        self._next = bucket, spans
+
     def receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         """See ``ReceiveChannel``."""
+        try:
+            self._receive(bucket, spans)
+        except BaseException:
+            self._next = None
+            self._importer.quiet()
+            raise
+
+    def _receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         name = self.spec.transport
         self._begin(bucket.index)
         sender = self._senders.get(bucket.sender)
         if self._token is None or sender is None:
             raise TransportError(f"bucket {bucket.index}: the channel was never armed for it", bucket=bucket.index)
         failpoints.hit(f"{name}.receive.before")
-        found = sum(span.numel() for span in spans)
-        if found != bucket.nbytes:
-            text = f"bucket {bucket.index} has {bucket.nbytes} bytes, its spans {found}"
-            raise TransportError(text, bucket=bucket.index)
+        self._check_size(sender, bucket, spans)
         while bucket.index not in sender.ready:
             self._wait(sender)
-        version, entry = sender.entries.get(bucket.index, (0, None))
-        if entry is None or version != sender.ready[bucket.index] or sum(entry.sizes) != bucket.nbytes:
-            raise self._foul(sender, f"declared bucket {bucket.index} ready, but not where its bytes lie")
         inside, landed_before = f"{name}.receive.inside", self._landed
 
         def landed(nbytes: int) -> None:
             self._landed += nbytes
             failpoints.hit(inside)
 
-        self._importer.pull(sender.member, Pull(bucket, entry, spans, lambda: self._look(sender), landed))
+        def check() -> None:
+            self._look(sender)
+            self._begin_next()
+
+        pull = Pull(bucket, self._entry_of(sender, bucket, spans), spans, check, landed)
+        self._importer.begin(sender.member, pull)
+        self._begin_next()
+        self._pulling = True
+        try:
+            self._importer.pull(sender.member, pull)
+        finally:
+            self._pulling = False
         if self._landed - landed_before != bucket.nbytes:
             raise AssertionError(f"bucket {bucket.index}: the importer counted {self._landed - landed_before} bytes")
         self._looked = 0.0
@@ -142,6 +164,45 @@ class PullReceiveChannel(ReceiveChannel):
         del sender.ready[bucket.index]
         self._say(sender, PullMessage(done=PullDone(bucket=bucket.index, armed=sender.number)))
         failpoints.hit(f"{name}.receive.after")
+
+    def _check_size(self, sender: _Sender, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
+        known = sender.fitting.get(bucket.index)
+        if known is not None and known[1] is spans:  # looked at before
+            return
+        found = sum(span.numel() for span in spans)
+        if found != bucket.nbytes:
+            text = f"bucket {bucket.index} has {bucket.nbytes} bytes, its spans {found}"
+            raise TransportError(text, bucket=bucket.index)
+
+    def _entry_of(self, sender: _Sender, bucket: Bucket, spans: Sequence[torch.Tensor]) -> Entry:
+        """Where a ready bucket's bytes lie; spans and entry fit it."""
+        version, entry = sender.entries.get(bucket.index, (0, None))
+        known = sender.fitting.get(bucket.index)
+        if known is not None and known[0] is entry and known[1] is spans and version == sender.ready[bucket.index]:
+            return known[0]
+        if entry is None or version != sender.ready[bucket.index] or sum(entry.sizes) != bucket.nbytes:
+            raise self._foul(sender, f"declared bucket {bucket.index} ready, but not where its bytes lie")
+        sender.fitting[bucket.index] = entry, spans
+        return entry
+
+    def _begin_next(self) -> None:
+        """Let the importer begin the bucket that comes next, if its sender has it ready by now."""
+        if self._next is None:
+            return
+        bucket, spans = self._next
+        sender = self._senders.get(bucket.sender)
+        if sender is None:
+            return
+        if bucket.index not in sender.ready:
+            with contextlib.suppress(OSError):  # nothing has come; what ended shows elsewhere
+                sender.frames.feed(sender.socket.recv(_CHUNK))
+            while (message := self._frame(sender)) is not None:
+                self._take(sender, message)
+        if bucket.index in sender.ready:
+            self._next = None
+            self._check_size(sender, bucket, spans)
+            pull = Pull(bucket, self._entry_of(sender, bucket, spans), spans, lambda: None, lambda _: None)
+            self._importer.begin(sender.member, pull)
 
     def abort(self, reason: str) -> None:
         """See ``ReceiveChannel``; the senders notice too."""
@@ -245,11 +306,11 @@ class PullReceiveChannel(ReceiveChannel):
             finally:
                 if sender is not None and self._senders.get(name) is not sender:
                     sender.socket.close()
-            self._poll(None, 0, min(pause, self._check(name)))
+            self._poll(name, None, 0, min(pause, self._check(name)))
             pause = min(2 * pause, 10 * _RETRY)
 
     def _open(self, sender: _Sender) -> None:
-        self._poll(sender, select.POLLOUT, self._check(sender.member))
+        self._poll(sender.member, sender.socket, select.POLLOUT, self._check(sender.member))
         error = sender.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
@@ -320,14 +381,14 @@ class PullReceiveChannel(ReceiveChannel):
 
     # --- messages
 
-    def _poll(self, sender: _Sender | None, events: int, seconds: float) -> None:
+    def _poll(self, waiting_for: str, sock: socket.socket | None, events: int, seconds: float) -> None:
         """Sleep until the socket is ready, an abort, or the time is over; raise if aborted or too late."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
-        if sender is not None:
-            poll.register(sender.socket, events)
+        if sock is not None:
+            poll.register(sock, events)
         poll.poll(max(0.0, seconds) * 1000 + 1)
-        self._check("" if sender is None else sender.member)
+        self._check(waiting_for)
 
     def _say(self, sender: _Sender, message: PullMessage) -> None:
         data = encode(message)
@@ -343,11 +404,11 @@ class PullReceiveChannel(ReceiveChannel):
                 raise self._lost(sender) from e
             if not data:
                 return
-            self._poll(sender, select.POLLOUT, self._check(sender.member))
+            self._poll(sender.member, sender.socket, select.POLLOUT, self._check(sender.member))
 
     def _fill(self, sender: _Sender) -> None:
         """Wait for bytes and take them."""
-        self._poll(sender, select.POLLIN, self._check(sender.member))
+        self._poll(sender.member, sender.socket, select.POLLIN, self._check(sender.member))
         try:
             data = sender.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -396,6 +457,8 @@ class PullReceiveChannel(ReceiveChannel):
             self._importer.map(sender.member, table.regions)
             sender.regions.update(new)
         if gone := sender.regions.intersection(table.gone):
+            if self._pulling:
+                raise self._foul(sender, "took memory back that is being read")
             sender.regions -= gone
             for index in [i for i, (_, e) in sender.entries.items() if not gone.isdisjoint(e.regions)]:
                 sender.chunks -= len(sender.entries.pop(index)[1].sizes)

@@ -1,9 +1,9 @@
 """What transports that pull share as factories: the listener of the process, its endpoint, and checks of a spec.
 
 Environment: receivers of this host come through a unix socket in the shared-memory directory (``WEIGHTPLANE_SHM_DIR``,
-default ``/dev/shm``). ``WEIGHTPLANE_PULL_BIND`` (host:port) makes senders listen for other hosts too, and
-``WEIGHTPLANE_PULL_ADVERTISE`` (host:port) is what receivers dial, needed when the bind address is a wildcard. Plaintext
-off loopback needs ``WEIGHTPLANE_INSECURE=1`` on both sides.
+default ``/dev/shm``). ``WEIGHTPLANE_PULL_BIND`` (host:port) makes senders listen for other hosts too, if the transport
+crosses hosts; ``WEIGHTPLANE_PULL_ADVERTISE`` (host:port) is what receivers dial, needed when the bind address is a
+wildcard. Plaintext off loopback needs ``WEIGHTPLANE_INSECURE=1`` on both sides.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ class PullTransport(Transport):
         if made is not None:
             made.stop()
 
-    @staticmethod
-    def address_problem() -> str:
+    @classmethod
+    def address_problem(cls) -> str:
         """Why senders cannot listen as the environment says, or nothing. Cheap; for ``probe``."""
         from .pull_wire import problem_of, shm_directory
 
         bind, advertise = addresses()
         if not os.access(directory := shm_directory(), os.W_OK | os.X_OK):
             return f"no socket can be made in {directory}: set WEIGHTPLANE_SHM_DIR to a directory of one's own"
-        return problem_of(bind, advertise) if bind else ""
+        return problem_of(bind, advertise) if bind and cls.capabilities.cross_host else ""
 
     @staticmethod
     def validate(spec: ChannelSpec, member: str, members: Sequence[str]) -> None:
@@ -91,5 +91,6 @@ class PullTransport(Transport):
 
         with self._lock:
             if self._made is None:
-                self._made = Listener(shm_directory(), *addresses())
+                far = addresses() if self.capabilities.cross_host else ("", "")
+                self._made = Listener(shm_directory(), *far)
             return self._made

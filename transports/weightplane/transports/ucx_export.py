@@ -16,7 +16,7 @@ from .base import TransportError
 from .huge_pages import Collapser
 from .pull_abc import Entry, Exporter
 from .ucx_agent import Agent, UcxError
-from .ucx_memory import Region, Regions
+from .ucx_memory import Region, Regions, on_device
 
 __all__ = ["UcxExporter", "describe"]
 
@@ -51,6 +51,7 @@ class UcxExporter(Exporter):
         self._welcome = PullWelcome(ucx=UcxSender(agent_metadata=agent.connection(), probe=probe))
         self._collapser = Collapser()
         self._settled: set[int] = set()
+        self._device: torch.device | None = None
         self._closed = False
         self._failed = False
 
@@ -94,9 +95,9 @@ class UcxExporter(Exporter):
 
     def publish(self, bucket: Bucket, entry: Entry) -> None:
         """See ``Exporter``. What the current stream of a GPU still writes is waited for: others read past streams."""
-        devices = {r.device for r in map(self._regions.__getitem__, set(entry.regions)) if r.kind == "VRAM"}
-        for device in devices:
+        for device in {r.device for r in map(self._regions.__getitem__, set(entry.regions)) if r.kind == "VRAM"}:
             torch.cuda.current_stream(device).synchronize()
+            self._device = torch.device("cuda", device)
 
     def settle(self, entries: Collection[Entry]) -> Collection[int]:
         """See ``Exporter``. Host memory that stays is put onto huge pages."""
@@ -114,8 +115,9 @@ class UcxExporter(Exporter):
     def serve(self) -> None:
         """See ``Exporter``."""
         try:
-            for _ in range(_ROUNDS):
-                self._agent.progress()
+            with on_device(self._device):
+                for _ in range(_ROUNDS):
+                    self._agent.progress()
         except Exception as e:
             if not self._failed:
                 self._failed = True

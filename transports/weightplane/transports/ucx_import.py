@@ -22,13 +22,14 @@ from .base import PeerLost, TransportError
 from .pull_abc import Entry, Importer, Pull
 from .ucx_agent import Agent, UcxError
 from .ucx_export import describe
-from .ucx_memory import Regions
+from .ucx_memory import Regions, on_device
 
 __all__ = ["UcxImporter"]
 
 log = logging.getLogger(__name__)
 
-PIECE: Final = 8 << 20  # bytes of one READ
+PIECE: Final = 8 << 20  # bytes of one READ; a CPU may copy them all before it looks up again
+PIECE_GPU: Final = 64 << 20  # where a GPU is at an end: never copied by the CPU, and faster than Python turns around
 _IN_FLIGHT: Final = 4
 _STEP: Final = 2 << 20  # bytes are counted, and a failpoint passed, in steps of at most this
 _SLOW_S: Final = 0.005  # a READ that takes longer than this, and a second for each GiB, needs the sender's processor
@@ -43,8 +44,10 @@ class _Remote:
         self.name, self.welcome, self.check = name, welcome, check
         self.regions: dict[int, UcxRegion] = {}
         self.stale: list[tuple[int, int, int]] = []  # device, begin, end of regions that are gone
+        self.outdated = False
         self.serves = False
         self.plans: dict[int, _Plan] = {}
+        self.planned: set[int] = set()  # buckets that ever had one
 
 
 class _Plan:
@@ -112,7 +115,10 @@ class UcxImporter(Importer):
         self._agent.release(handle)
 
     def map(self, sender: str, regions: Sequence[PullRegion]) -> None:
-        """See ``Importer``. NIXL cannot forget one region: where a new one overlaps one that is gone, connect anew."""
+        """See ``Importer``.
+
+        NIXL cannot forget one region: where a new one overlaps one that is gone, the next ``pull`` connects anew.
+        """
         remote = self._remotes[sender]
         again = False
         for region in regions:
@@ -123,8 +129,8 @@ class UcxImporter(Importer):
             again = again or any(
                 d == found.device and a < found.address + found.nbytes and found.address < b for d, a, b in remote.stale
             )
-        if again or not remote.name:
-            self._reconnect(sender, remote)
+        if again or remote.outdated or not remote.name:
+            remote.outdated = True  # not now: reads may be in flight
             return
         for region in regions:
             try:
@@ -136,6 +142,7 @@ class UcxImporter(Importer):
         """Disconnect and connect anew, with the regions that are there now."""
         self._forget(remote)
         remote.stale.clear()
+        remote.outdated = False
         if not remote.serves:
             self.ask_serve(sender, True)
         self._connect(sender, remote)
@@ -187,21 +194,24 @@ class UcxImporter(Importer):
     def pull(self, sender: str, pull: Pull) -> None:
         """See ``Importer``."""
         remote = self._remotes[sender]
-        if not remote.name:  # a read was given up since
+        if remote.outdated or not remote.name:  # not named: a read was given up since
             self._reconnect(sender, remote)
         plan = remote.plans.get(pull.bucket.index)
         if plan is None or plan.entry is not pull.entry or plan.spans is not pull.spans:
+            plan = None  # it may hold the last reference to its memory
             plan = self._plan(sender, remote, pull)
-        with _device_of(pull.spans):
+        with on_device(pull.spans[0].device if pull.spans else None):
             self._run(sender, remote, deque(plan.reads), pull.check, pull.landed)
 
     def _plan(self, sender: str, remote: _Remote, pull: Pull) -> _Plan:
-        old = remote.plans.pop(pull.bucket.index, None)
-        if old is not None:
-            self._drop(old)
+        index = pull.bucket.index
+        moved = index in remote.planned
+        remote.planned.add(index)
+        if index in remote.plans:
+            self._drop(remote.plans.pop(index))
         before = len(self._regions)
         covered = self._regions.cover(pull.spans)
-        if old is not None and len(self._regions) != before:  # memory moves here: let go of what is used no more
+        if moved and len(self._regions) != before:  # memory moves here: let go of what is used no more
             self._regions.settle(())
         entry, plan = pull.entry, _Plan(pull.entry, pull.spans, set(pull.entry.regions))
         local = [(r.kind, r.device, r.address + offset, n) for r, offset, n in covered]
@@ -223,8 +233,7 @@ class UcxImporter(Importer):
         """The bucket cut where either side or a piece ends: kind and rows of both sides, and the bytes."""
         mine: list[tuple[int, int, int]] = []
         other: list[tuple[int, int, int]] = []
-        kinds: tuple[str, str] | None = None
-        size = 0
+        kinds, size, most = ("", ""), 0, PIECE
         at = iter(local)
         kind, device, address, left = next(at)
         for number, offset, nbytes in zip(entry.regions, entry.offsets, entry.sizes, strict=True):
@@ -236,18 +245,17 @@ class UcxImporter(Importer):
             while nbytes:
                 if not left:
                     kind, device, address, left = next(at)
-                if mine and (size == PIECE or kinds != (kind, other_kind)):
-                    assert kinds is not None
+                if mine and (size == most or kinds != (kind, other_kind)):
                     yield kinds[0], _rows(mine), (kinds[1], _rows(other)), size
                     mine, other, size = [], [], 0
                 kinds = kind, other_kind
-                n = min(nbytes, left, PIECE - size)
+                most = PIECE_GPU if "VRAM" in kinds else PIECE
+                n = min(nbytes, left, most - size)
                 mine.append((address, n, device))
                 other.append((start, n, other_device))
                 address, start = address + n, start + n
                 left, nbytes, size = left - n, nbytes - n, size + n
         if mine:
-            assert kinds is not None
             yield kinds[0], _rows(mine), (kinds[1], _rows(other)), size
 
     def _run(
@@ -341,8 +349,3 @@ def _rows(rows: Sequence[tuple[int, int, int]]) -> Any:
 def _where(region: UcxRegion, stretches: Sequence[tuple[int, int]]) -> tuple[str, Any]:
     kind, device = ("DRAM", 0) if region.device < 0 else ("VRAM", region.device)
     return kind, _rows([(address, n, device) for address, n in stretches])
-
-
-def _device_of(spans: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
-    device = spans[0].device if spans else torch.device("cpu")
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any, Final
@@ -20,7 +21,7 @@ import torch
 
 from .ucx_agent import Agent, Memory, UcxError
 
-__all__ = ["Region", "Regions", "allocation", "check_span", "device_of"]
+__all__ = ["Region", "Regions", "allocation", "check_span", "device_of", "on_device"]
 
 _use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -107,7 +108,8 @@ class Regions:
                 if last is None or not last[1] <= at < last[2]:
                     last = self._region(span, new)
                 found.append((last[0], at - last[0].address, n))
-            self._agent.register([r.memory for r in new])
+            with on_device(spans[0].device if new else None):
+                self._agent.register([r.memory for r in new])
         except BaseException:
             for region in new:
                 self._forget(region)
@@ -183,6 +185,25 @@ class Regions:
 
 
 # --- GPU
+
+_bound = threading.local()
+
+
+def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU, and its context, the calling thread's own in the block: UCX works in the current context."""
+    if device is None or device.type != "cuda":
+        return contextlib.nullcontext()
+    return _on_gpu(device.index or 0)
+
+
+@contextlib.contextmanager
+def _on_gpu(index: int) -> Iterator[None]:
+    with torch.cuda.device(index):
+        devices: set[int] = _bound.__dict__.setdefault("devices", set())
+        if index not in devices:  # a new thread has no context until it has called the runtime
+            torch.cuda.current_stream(index).query()
+            devices.add(index)
+        yield
 
 
 def allocation(kind: str, device: int, address: int, nbytes: int) -> Memory:

@@ -69,6 +69,8 @@ class Arena:
             except (RuntimeError, MemoryError) as e:
                 self._blocks.clear()
                 raise StagingRefused(f"staging needs {n} bytes on {device}: {str(e).splitlines()[0]}") from e
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         self.staged = [
             self._blocks[d][start : start + n].view(t.dtype).view(t.shape)
             for t, (d, start, n) in zip(tensors, places, strict=True)

@@ -166,6 +166,11 @@ class Engine(ABC):
         """The best evidence its receipts can carry."""
 
     @property
+    def post_processes(self) -> bool:
+        """Whether ``prepare`` or ``apply`` may write live tensors beyond what the update brings (hooks, repacking)."""
+        return True
+
+    @property
     def serving_address(self) -> str:
         """Where routers reach it (host:port), if it serves by itself; else empty."""
         return ""

@@ -87,7 +87,7 @@ class Copies:
                 if len(targets) == 1:
                     targets[0].copy_(sources[0])
                 else:
-                    torch._foreach_copy_(targets, sources)
+                    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 

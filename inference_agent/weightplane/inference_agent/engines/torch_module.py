@@ -38,6 +38,7 @@ class _Map:
     targets: list[LocalTensors]
     live: list[LocalTensors]
     written: list[torch.Tensor]  # the live tensors that it brings
+    devices: frozenset[torch.device]  # the CUDA devices among theirs
     copies: Copies  # from their staging slots (in place: none)
 
 
@@ -121,6 +122,11 @@ class TorchModuleEngine(GatedEngine):
     def evidence(self) -> Evidence:
         """LIVE: its layout is the manifest's, or a cut of it."""
         return Evidence.LIVE
+
+    @property
+    def post_processes(self) -> bool:
+        """Only if it has hooks."""
+        return bool(self.hooks)
 
     @property
     def staging_bytes(self) -> int:
@@ -207,7 +213,8 @@ class TorchModuleEngine(GatedEngine):
                         pairs.append((live.tensor, slot))
             all_targets.append(targets)
             all_live.append(current)
-        return _Map(all_targets, all_live, written, Copies(pairs))
+        devices = frozenset(t.device for t in written if t.device.type == "cuda")
+        return _Map(all_targets, all_live, written, devices, Copies(pairs))
 
     def targets(self, worker: int) -> LocalTensors:
         """See ``Engine``."""
@@ -236,7 +243,13 @@ class TorchModuleEngine(GatedEngine):
             raise EngineError(f"update {update_id} is staged: nothing is written before the apply")
         if not self.holders():
             raise EngineError("live weights are written while generation is paused only")
+        self._quiet()
         self._fence(f"update {update_id} is being written in place")
+
+    def _quiet(self) -> None:
+        """Wait until nothing runs on the devices, on any stream, that could still read the weights."""
+        for device in self._known().devices:
+            torch.cuda.synchronize(device)
 
     def _fence(self, why: str) -> None:
         """Mixed from here on. Held with KEEP: requests in flight may go on if it ends well."""
@@ -263,6 +276,7 @@ class TorchModuleEngine(GatedEngine):
         if u.mode is not Mode.STAGED:
             raise EngineError(f"update {update_id} is in place: it was applied as it came")
         with self.gate.exclusive():
+            self._quiet()
             self._fence(f"update {update_id} is being applied")
             for _ in self._known().copies.steps():
                 failpoints.hit("replica.apply.inside")

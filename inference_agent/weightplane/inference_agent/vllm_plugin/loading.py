@@ -14,7 +14,9 @@ The whole of it happens inside one call to the worker: no forward pass ever sees
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +97,7 @@ def survey(model: nn.Module, manifest: Manifest, device: torch.device, quantized
     out.expected = dict(recorder.elements)
     _check_complete(model, homes, recorder, sizes, quantized, out)
     _check_names(manifest, recorder, out)
+    _check_tied(manifest, homes, recorder, out)
     return out
 
 
@@ -102,7 +105,7 @@ class _Recorder:
     """Stands in for the loaders of every parameter: runs the original on meta tensors and counts."""
 
     def __init__(self) -> None:
-        self.current = ""
+        self.current = self.failing = ""
         self.given: dict[int, str] = {}
         self.elements: dict[_Key, int] = {}
         self.sizes: dict[_Key, int] = {}
@@ -138,7 +141,9 @@ class _Recorder:
                 self._check_dtype(name, given, param)
                 if not param.is_meta:  # biases stay where they are during a reload: nothing may be written to them
                     bound.arguments["param"] = meta.to_meta_tensor(param)
+            self.failing = name
             numel, result = meta.get_numel_loaded(original, bound)
+            self.failing = ""
             self.elements[key] = self.elements.get(key, 0) + numel
             self.names.setdefault(key, []).append(name)
             self.sources_of_name.setdefault(name, []).append(key)
@@ -170,30 +175,37 @@ class _Recorder:
 
 
 def _feed(model: nn.Module, manifest: Manifest, recorder: _Recorder, out: Survey) -> None:
-    """Give every name to the loader. One that it refuses is a problem by name; the others go on."""
+    """Give every name to the loader. One that it refuses is a problem by name; the others are given again.
+
+    (Loaders read ahead and group what they read: what was given when one failed may have been lost with it.)
+    """
     alive: list[torch.Tensor] = []  # an id names a tensor only while that lives
-    entries = list(manifest)
-    at = 0
+    refused: set[str] = set()
 
     def give() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal at
-        while at < len(entries):
-            t = entries[at]
-            at += 1
+        for t in manifest:
+            if t.name in refused or t.name in recorder.sources_of_name:
+                continue
             tensor = torch.empty(t.shape, dtype=dtype_of(t.dtype), device="meta")
             alive.append(tensor)
             recorder.given[id(tensor)] = recorder.current = t.name
             yield t.name, tensor
 
-    while at < len(entries) and len(out.problems) < _MOST_BAD:
+    while len(refused) < _MOST_BAD:
+        recorder.failing = ""
         try:
             model.load_weights(give())  # type: ignore[operator]
+            return
         except Exception as e:
-            name = entries[at - 1].name
             text = str(e).splitlines()[0][:300] if str(e) else type(e).__name__
-            unknown = "no module or parameter" in text or isinstance(e, KeyError)
+            if "skipped because it is tied" in text:
+                return  # said once all was given; whether the other of the pair came is checked below
+            name = recorder.failing or recorder.current
+            refused.add(name)
+            unknown = not recorder.failing and ("no module or parameter" in text or isinstance(e, KeyError))
             kind = ProblemKind.EXTRA if unknown else ProblemKind.SHAPE
-            shape = list(entries[at - 1].shape)
+            meta_of = manifest.get(name)
+            shape = list(meta_of.shape) if meta_of is not None else "?"
             out.problem(kind, name, f"vLLM's loader refuses {name!r} {shape}: {type(e).__name__}: {text}")
 
 
@@ -270,11 +282,22 @@ def _check_names(manifest: Manifest, recorder: _Recorder, out: Survey) -> None:
             out.dropped.append(t.name)
         else:
             out.untaken.append(t.name)
-    if out.tied:
-        for name in [n for n in out.untaken if n.rpartition(".")[0] in out.tied]:
-            out.untaken.remove(name)
-            text = f"{name!r} is another tensor in the engine (tied), the manifest sends both: declare it as alias_of"
-            out.problem(ProblemKind.DUPLICATE, name, text)
+
+
+def _check_tied(manifest: Manifest, homes: dict[_Key, int], recorder: _Recorder, out: Survey) -> None:
+    """One tensor of the engine must not come as two: during a reload vLLM takes both, and the later one wins."""
+    sources: dict[int, dict[int, str]] = {}
+    for key, names in recorder.names.items():
+        if key in homes:
+            for name in names:
+                if name in manifest.index:
+                    sources.setdefault(homes[key], {}).setdefault(manifest.root(manifest.index[name]), name)
+    shared = {h for h, n in Counter(homes.values()).items() if n > 1}
+    for home, by_root in sources.items():
+        if home in shared and len(by_root) > 1:
+            first, second = list(by_root.values())[:2]
+            text = f"{first!r} and {second!r} are one tensor in the engine (tied), the manifest sends two"
+            out.problem(ProblemKind.DUPLICATE, second, f"{text}: declare one as alias_of the other")
 
 
 # --- the load -------------------------------------------------------------------------------------------------------
@@ -297,6 +320,7 @@ class _Counter:
                 online.__wrapped__ = self._counting((module_name, name), inner)
 
     def _counting(self, key: _Key, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)  # vLLM reads its signature
         def counting(*args: Any, **kwargs: Any) -> Any:
             with meta.CopyCounter() as counter:
                 result = inner(*args, **kwargs)
@@ -305,6 +329,14 @@ class _Counter:
 
         counting.weightplane_inner = inner  # type: ignore[attr-defined]
         return counting
+
+
+def _forget_counters(model: nn.Module) -> None:
+    """vLLM leaves loaders of ours on the tensors that stay live through a reload: they get their own back."""
+    for tensor in model.parameters():
+        inner = getattr(getattr(tensor, "weight_loader", None), "weightplane_inner", None)
+        if inner is not None:
+            tensor.weight_loader = inner  # type: ignore[attr-defined]
 
 
 def load(
@@ -331,6 +363,8 @@ def load(
     except BaseException:
         restore(model)
         raise
+    finally:
+        _forget_counters(model)
     return sum(counter.elements.values())
 
 

@@ -132,8 +132,15 @@ class WorkerReplica:
         why.update({n: r for n, r in refused.items() if n in known})
         return {"offers": [o.SerializeToString().hex() for o in offers], "why": {**why, **failed}}
 
+    def _do_knows(self, m: dict[str, Any]) -> Any:
+        """Whether a manifest was sent and surveyed, or a plan was sent; only the newest few are kept."""
+        if "plan_id" in m:
+            return {"known": m["plan_id"] in self._plans}
+        return {"known": m["manifest_id"] in self._manifests and m["manifest_id"] in self._surveys}
+
     def _do_manifest(self, m: dict[str, Any]) -> Any:
         manifest = manifest_from(m["manifest"])
+        self._manifests.pop(manifest.id, None)
         self._manifests.keep(manifest.id, manifest)
         return {}
 

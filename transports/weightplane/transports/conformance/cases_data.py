@@ -65,7 +65,7 @@ def test_unicode_names(fleet: MakeFleet) -> None:
 @pytest.mark.parametrize("bucket", [4096, 1 << 20, (1 << 20) + 8192])
 def test_bucket_edges(fleet: MakeFleet, bucket: int) -> None:
     """Tensors of one byte less than a bucket, a bucket, one more, and four."""
-    f = fleet(f"edges:{bucket}", receivers=["full"] * 2, bucket_bytes=bucket)
+    f = fleet(f"edges:{bucket}", receivers=["full"] * 2, bucket_bytes=bucket, fit=True)
     f.open()
     f.update(6)
 
@@ -93,7 +93,7 @@ def test_quarters_to_halves(fleet: MakeFleet) -> None:
 
 def test_several_calls_of_one_update(fleet: MakeFleet) -> None:
     """One update in three calls, armed one after another with the same token."""
-    f = fleet(f"blob:9:{BUCKET}", receivers=["full"] * 2, bucket_bytes=BUCKET)
+    f = fleet(f"blob:9:{BUCKET}", receivers=["full"] * 2, bucket_bytes=BUCKET, fit=True)
     f.open()
     for future in f.each("fill", f.senders, seed=11).values():
         future.result(60)
@@ -106,8 +106,8 @@ def test_several_calls_of_one_update(fleet: MakeFleet) -> None:
 
 def test_two_channels_at_once(fleet: MakeFleet) -> None:
     """Two channels between the same kind of members, moving at the same time."""
-    a = fleet("blob:8:1000000", receivers=["full"] * 2)
-    b = fleet("blob:8:1000000", receivers=["full"] * 2)
+    a = fleet("blob:8:1000000", receivers=["full"] * 2, fit=True)
+    b = fleet("blob:8:1000000", receivers=["full"] * 2, fit=True)
     for f in (a, b):
         f.open()
     for round_ in (1, 2):
@@ -124,7 +124,7 @@ def test_two_channels_at_once(fleet: MakeFleet) -> None:
 
 def test_source_may_be_spoiled_after_flush(fleet: MakeFleet) -> None:
     """What the sender writes over its tensors right after flush reaches nobody."""
-    f = fleet(f"blob:40:{BUCKET}", receivers=["full"] * 2, bucket_bytes=BUCKET)
+    f = fleet(f"blob:40:{BUCKET}", receivers=["full"] * 2, bucket_bytes=BUCKET, fit=True)
     f.open()
     for seed in (30, 31, 32):
         for future in f.each("fill", f.senders, seed=seed).values():
@@ -136,9 +136,27 @@ def test_source_may_be_spoiled_after_flush(fleet: MakeFleet) -> None:
 
 
 def test_stale_bytes_are_never_delivered(fleet: MakeFleet) -> None:
-    """Bytes that an update left in flight do not reach the next one."""
-    f = fleet("blob:6:1000", receivers=["full"] * 2, bucket_bytes=1000)
+    """Bytes that an update left in flight do not reach the next one.
+
+    What a collective was told cannot be taken back: its channel refuses to go on, and a new one has nothing of it.
+    """
+    f = fleet("blob:6:1000", receivers=["full"] * 2, bucket_bytes=1000, fit=True)
     f.open()
+    if f.collective:
+        f.update(39)
+        for future in f.each("fill", f.senders, seed=40).values():
+            future.result(60)
+        f.arm()
+        f.move(f.senders, stop=3, flush=False)["s0"].result(60)
+        with pytest.raises(PeerError, match="unfinished") as caught:
+            f.arm("u-next", f.senders)
+        assert caught.value.kind == "ChannelAborted"
+        for member in f.receivers:
+            f.peers[member].call("abort", channel=f.channel, reason="the sender left")
+        f.close_channel()
+        f.open()
+        f.update(41)
+        return
     for seed in (40, 42, 44):
         for future in f.each("fill", f.senders, seed=seed).values():
             future.result(60)

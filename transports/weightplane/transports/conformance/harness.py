@@ -13,7 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import IO, Any
@@ -21,9 +22,13 @@ from typing import IO, Any
 from ..digest import digest_tensor, hex_digest
 from . import models
 
-__all__ = ["Fleet", "PeerError", "PeerProcess", "Pool", "expected_digests"]
+__all__ = ["Fleet", "NotHere", "PeerError", "PeerProcess", "Pool", "expected_digests", "placed"]
 
 _ids = itertools.count(1)
+
+
+class NotHere(Exception):
+    """This machine has too few devices for a fleet; the text says how many there are and how many it needs."""
 
 
 class PeerError(Exception):
@@ -50,7 +55,7 @@ class PeerProcess:
     """One spawned member. Any thread may call; ``events`` holds the failpoints it reported."""
 
     def __init__(self, transport: str) -> None:
-        self.transport, self.member = transport, ""
+        self.transport, self.member, self.device = transport, "", ""
         self._pending: dict[int, Future[Answer]] = {}
         self._lock = threading.Lock()
         self._condition = threading.Condition()
@@ -144,17 +149,48 @@ class PeerProcess:
 
 
 class Pool:
-    """Keeps peers of one transport for the next test: starting one costs an import of torch."""
+    """Keeps peers of one transport for the next test: starting one costs an import of torch.
 
-    def __init__(self, transport: str) -> None:
-        self.transport = transport
+    ``device``: where members' tensors live (see ``placed``).
+    """
+
+    def __init__(self, transport: str, device: str = "cpu") -> None:
+        self.transport, self.device = transport, device
         self._idle: list[PeerProcess] = []
+        self._about: tuple[str, dict[str, Any]] = ("", {})
+        self._lacking: dict[str, str] | None = None
 
-    def take(self, n: int) -> list[PeerProcess]:
-        """``n`` fresh-looking peers."""
+    def about(self) -> dict[str, Any]:
+        """The transport's name and capabilities, as a peer knows them."""
+        if self._about[0] != self.transport:
+            (peer,) = self.take([""])
+            self._idle.append(peer)
+            self._about = (self.transport, peer.call("about", transport=self.transport))
+        return self._about[1]
+
+    def lacking(self, peer: PeerProcess) -> dict[str, str]:
+        """See ``models.lacking``; asked once, and told as a warning for each dtype."""
+        if self._lacking is None:
+            found: dict[str, str] = {} if self.device == "cpu" else peer.call("lacking")
+            for dtype, why in found.items():
+                text = f"{dtype} is left out: this torch has no such tensors on {self.device} ({why})"
+                warnings.warn(text, stacklevel=2)
+            self._lacking = found
+        return self._lacking
+
+    def take(self, devices: Sequence[str]) -> list[PeerProcess]:
+        """A fresh-looking peer for each device: one that used no other before (``""``: any)."""
         self._idle = [p for p in self._idle if p.alive]
-        taken = [self._idle.pop() for _ in range(min(n, len(self._idle)))]
-        return taken + [PeerProcess(self.transport) for _ in range(n - len(taken))]
+        taken = []
+        for device in devices:
+            fit = next((p for p in reversed(self._idle) if not device or p.device in ("", device)), None)
+            if fit is None:
+                fit = PeerProcess(self.transport)
+            else:
+                self._idle.remove(fit)
+            fit.device = device or fit.device
+            taken.append(fit)
+        return taken
 
     def give(self, peers: Sequence[PeerProcess]) -> None:
         """Take peers back: healthy ones are reset, others are killed."""
@@ -174,10 +210,29 @@ class Pool:
         self._idle.clear()
 
 
-def expected_digests(model: str, part: str, seed: int) -> dict[str, str]:
+def placed(senders: int, receivers: int, device: str, collective: bool) -> list[str]:
+    """Each member's device, senders first. ``NotHere``: there are too few.
+
+    ``device``: ``cpu``; ``cuda:0`` (all on that one: colocated); ``cuda`` (senders on GPU 0, receivers on the others in
+    turn; of a collective transport every member has its own).
+    """
+    members = senders + receivers
+    if device != "cuda":
+        return [device] * members
+    import torch
+
+    count, needed = torch.cuda.device_count(), members if collective else 2
+    if count < needed:
+        raise NotHere(f"needs {needed} CUDA devices, torch sees {count}")
+    if collective:
+        return [f"cuda:{i}" for i in range(members)]
+    return ["cuda:0"] * senders + [f"cuda:{1 + i % (count - 1)}" for i in range(receivers)]
+
+
+def expected_digests(model: str, part: str, seed: int, without: Collection[str] = ()) -> dict[str, str]:
     """What a member that holds ``part`` must hold after the update ``seed``, by name."""
     found = {}
-    for entry in models.model(model):
+    for entry in models.model(model, without):
         box = models.box_of(entry, part)
         tensor = models.local_tensor(entry, box, "plain")
         models.scribble(entry, box, tensor, seed)
@@ -189,7 +244,8 @@ class Fleet:
     """Senders ``s0..`` and receivers ``r0..`` of one model, one channel at a time.
 
     ``senders`` / ``receivers`` list each member's part (``models.box_of``). Seeds give the model's values; the
-    channel's deadline is ``deadline_s`` from each arm. ``transport`` is the name that the peers know it by.
+    channel's deadline is ``deadline_s`` from each arm. ``transport`` is the name that the peers know it by. ``fit``: on
+    a machine with too few devices make do with fewer receivers, but at least one; else that is ``NotHere``.
     """
 
     def __init__(
@@ -203,16 +259,22 @@ class Fleet:
         deadline_s: float = 120,
         layout: str = "",
         shared_ties: bool = False,
+        fit: bool = False,
     ) -> None:
         self._pool, self.model = pool, model
-        self.transport = ""
-        self.one_sided = False
+        about = pool.about()
+        self.transport: str = about["name"]
+        self.one_sided: bool = about["one_sided"]
+        self.collective: bool = about["collective"]
+        places = self._place(senders, receivers, fit)
+        receivers = receivers[: len(places) - len(senders)]
         self.parts = {f"s{i}": p for i, p in enumerate(senders)} | {f"r{i}": p for i, p in enumerate(receivers)}
         self.senders = [f"s{i}" for i in range(len(senders))]
         self.receivers = [f"r{i}" for i in range(len(receivers))]
         self.bucket_bytes, self.deadline_s = bucket_bytes, deadline_s
         self._load = {"layout": layout, "shared_ties": shared_ties}
-        self.peers = dict(zip(self.parts, pool.take(len(self.parts)), strict=True))
+        self.devices = dict(zip(self.parts, places, strict=True))
+        self.peers = dict(zip(self.parts, pool.take(places), strict=True))
         self.offers: dict[str, str] = {}
         self.channel = ""
         self.bytes = 0
@@ -220,18 +282,29 @@ class Fleet:
         try:
             for member in self.parts:
                 self._prepare(member)
+            self._without = list(pool.lacking(self.peers["s0"]))
             for future in self._loading(self.parts):
                 future.result(300)
         except BaseException:
             self.close()
             raise
 
+    def _place(self, senders: Sequence[str], receivers: Sequence[str], fit: bool) -> list[str]:
+        n = len(receivers)
+        while True:
+            try:
+                return placed(len(senders), n, self._pool.device, self.collective)
+            except NotHere:
+                n -= 1
+                if not fit or not n:
+                    raise
+
     def _prepare(self, member: str) -> None:
         peer = self.peers[member]
         peer.member = member
-        started = peer.call("start", transport=self._pool.transport, member=member)
-        self.offers[member], self.transport = started["offer"], started["name"]
-        self.one_sided = started["one_sided"]
+        self.offers[member] = peer.call(
+            "start", transport=self._pool.transport, member=member, device=self.devices[member]
+        )
 
     def _loading(self, members: Sequence[str] | dict[str, str]) -> list[Future[Answer]]:
         return [
@@ -242,6 +315,7 @@ class Fleet:
                 receivers={r: self.parts[r] for r in self.receivers},
                 bucket_bytes=self.bucket_bytes,
                 seed=0 if m in self.senders else -1,
+                without=self._without,
                 **self._load,
             )
             for m in members
@@ -250,7 +324,7 @@ class Fleet:
     def replace(self, member: str) -> None:
         """Put a fresh process in a member's place (the old one is killed)."""
         self.peers[member].kill()
-        self.peers[member] = self._pool.take(1)[0]
+        self.peers[member] = self._pool.take([self.devices[member]])[0]
         self._prepare(member)
         self._loading([member])[0].result(300)
 
@@ -271,7 +345,9 @@ class Fleet:
         }
 
     def open(self) -> str:
-        """Open a new channel in every member; returns its id."""
+        """Open a new channel in every member; returns its id. Offers of a collective transport serve one channel."""
+        if self.collective:
+            self.offers = {m: f.result(60).value for m, f in self.each("offer").items()}
         spec = self.spec()
         for future in self.each("open", spec=spec).values():
             future.result(60)
@@ -309,7 +385,7 @@ class Fleet:
         for member, future in self.each("digests", members).items():
             part = self.parts[member]
             if part not in wanted:
-                wanted[part] = expected_digests(self.model, part, seed)
+                wanted[part] = expected_digests(self.model, part, seed, self._without)
             found = future.result(120).value
             wrong = [n for n in wanted[part] if found.get(n) != wanted[part][n]]
             assert not wrong and len(found) == len(wanted[part]), f"{member}: {len(wrong)} wrong, e.g. {wrong[:5]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 
@@ -13,7 +13,7 @@ from weightplane.controlplane.core.placement import Box, full_box
 
 from ..dtypes import dtype_of, int_view
 
-__all__ = ["Entry", "box_of", "local_tensor", "manifest_of", "model", "scribble"]
+__all__ = ["Entry", "box_of", "lacking", "local_tensor", "manifest_of", "model", "scribble"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +27,39 @@ class Entry:
     alias_of: str = ""
 
 
-def _transposed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
+_Make = Callable[[tuple[int, ...], torch.dtype, str], torch.Tensor]
 
 
-def _strided(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((*shape[:-1], shape[-1] * 2), dtype=dtype)[..., ::2] if shape else torch.empty((), dtype=dtype)
+def _transposed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.empty(shape[::-1], dtype=dtype, device=device).permute(*range(len(shape))[::-1])
 
 
-def _offset(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _strided(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if not shape:
+        return torch.empty((), dtype=dtype, device=device)
+    return torch.empty((*shape[:-1], shape[-1] * 2), dtype=dtype, device=device)[..., ::2]
+
+
+def _offset(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     n = prod(shape)
-    return torch.empty(n + 3, dtype=dtype)[3 : n + 3].view(shape)
+    return torch.empty(n + 3, dtype=dtype, device=device)[3 : n + 3].view(shape)
 
 
-_LAYOUTS: dict[str, Callable[[tuple[int, ...], torch.dtype], torch.Tensor]] = {
-    "plain": lambda shape, dtype: torch.empty(shape, dtype=dtype),
+_LAYOUTS: dict[str, _Make] = {
+    "plain": lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device),
     "transposed": _transposed,
     "strided": _strided,
     "offset": _offset,
 }
 
 
-def model(name: str) -> list[Entry]:
+def model(name: str, without: Collection[str] = ()) -> list[Entry]:
     """A model by name: ``dtypes``, ``tied``, ``tiny``, ``names``, ``nan``, ``edges:BUCKET``, ``blob:COUNT:BYTES``,
-    ``matrix:ROWS:COLS``, ``large``."""
+    ``matrix:ROWS:COLS``, ``large``. ``without``: dtypes that its tensors must not have (see ``lacking``)."""
+    return [e for e in _model(name) if e.dtype not in without]
+
+
+def _model(name: str) -> list[Entry]:
     kind, *args = name.split(":")
     numbers = [int(a) for a in args]
     if kind == "dtypes":
@@ -142,10 +151,24 @@ def _pattern(entry: Entry, seed: int) -> torch.Tensor:
     return raw.view(dtype_of(entry.dtype)).view(entry.shape)
 
 
-def local_tensor(entry: Entry, box: Box, layout: str = "") -> torch.Tensor:
+def local_tensor(entry: Entry, box: Box, layout: str = "", device: str = "cpu") -> torch.Tensor:
     """An uninitialised tensor for a box of an entry, lying as the entry says, or as ``layout`` does."""
     shape = tuple(stop - start for start, stop in box)
-    return _LAYOUTS[layout or entry.layout](shape, dtype_of(entry.dtype))
+    return _LAYOUTS[layout or entry.layout](shape, dtype_of(entry.dtype), device)
+
+
+def lacking(device: str) -> dict[str, str]:
+    """Dtypes whose tensors torch cannot hold, fill and read on a device, and what it says."""
+    found = {}
+    for name in DTYPE_BYTES:
+        entry = Entry(name, name, (3, 2))
+        try:
+            tensor = local_tensor(entry, full_box(entry.shape), device=device)
+            scribble(entry, full_box(entry.shape), tensor, -1)
+            int_view(tensor).cpu()
+        except Exception as e:
+            found[name] = f"{type(e).__name__}: {str(e)[:200]}"
+    return found
 
 
 def scribble(entry: Entry, box: Box, tensor: torch.Tensor, seed: int) -> None:

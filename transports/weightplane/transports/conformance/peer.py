@@ -33,6 +33,7 @@ from .. import registry
 from ..base import ArmToken, ChannelSpec, ReceiveChannel, SendChannel, Transport, TransportError
 from ..buckets import Local, SinkSpans, SourceSpans
 from ..digest import digest_tensor, hex_digest
+from ..dtypes import int_view
 from . import models
 
 __all__ = ["Member", "main"]
@@ -49,6 +50,7 @@ class Member:
         self._spans: SourceSpans | SinkSpans | None = None
         self._made: Transport | None = None
         self._made_of = ""
+        self._device = "cpu"
         self._rules: list[dict[str, Any]] = []
         self._release = threading.Event()
         self._work: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -60,12 +62,15 @@ class Member:
         """Run a control command, or queue a data command (then the answer comes later and this returns ``None``)."""
         op = command["op"]
         control: dict[str, Callable[..., Any]] = {
+            "about": self._about,
             "start": self._start,
+            "offer": self._offer,
             "abort": self._abort,
             "drop": self._drop,
             "landed": lambda channel: getattr(self._channels[channel], "bytes_landed", 0),
             "failpoints": self._failpoints,
             "release": lambda: self._release.set(),
+            "cpu_s": time.process_time,
             "stats": self._stats,
             "reset_peak": self._reset_peak,
         }
@@ -78,13 +83,33 @@ class Member:
         """Whether the command is answered by the data thread."""
         return hasattr(self, f"data_{op}")
 
-    def _start(self, transport: str, member: str) -> dict[str, Any]:
-        torch.set_num_threads(1)
+    def _about(self, transport: str) -> dict[str, Any]:
+        """What the transport is; makes nothing but its object."""
         if self._made is None or self._made_of != transport:
             self._made, self._made_of = _transport(transport), transport
-        self._member = member
-        offer = base64.b64encode(self._made.offer(member).SerializeToString()).decode()
-        return {"offer": offer, "name": self._made.name, "one_sided": self._made.capabilities.one_sided}
+        capabilities = self._made.capabilities
+        return {
+            "name": self._made.name,
+            "one_sided": capabilities.one_sided,
+            "collective": capabilities.collective,
+            "device_kinds": sorted(capabilities.device_kinds),
+        }
+
+    def _start(self, transport: str, member: str, device: str = "cpu") -> str:
+        torch.set_num_threads(1)
+        self._about(transport)
+        self._member, self._device = member, device
+        return self._offer()
+
+    def _offer(self) -> str:
+        assert self._made is not None
+        self._use_device()
+        return base64.b64encode(self._made.offer(self._member).SerializeToString()).decode()
+
+    def _use_device(self) -> None:
+        """A thread's current device is its own."""
+        if self._device != "cpu":
+            torch.cuda.set_device(self._device)
 
     def _abort(self, channel: str, reason: str) -> float:
         start = time.monotonic()
@@ -115,6 +140,7 @@ class Member:
     def _stats(self) -> dict[str, Any]:
         gc.collect()
         _trim(0)  # what is free is no growth
+        on_device = self._device_stats()
         status = Path("/proc/self/status").read_text()
         rss = int(status.split("VmRSS:")[1].split()[0])
         maps = sum("weightplane-" in line for line in Path("/proc/self/maps").read_text().splitlines())
@@ -127,10 +153,28 @@ class Member:
             "maps": maps,
             "pid": os.getpid(),
             "cpu_s": time.process_time(),
+            **on_device,
+        }
+
+    def _device_stats(self) -> dict[str, int]:
+        """This process's tensors, and all that is used of the device, by whom ever; what is cached is freed first.
+
+        Waits for whatever runs on the device.
+        """
+        if self._device == "cpu":
+            return {}
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return {
+            "device_allocated": torch.cuda.memory_allocated(self._device),
+            "device_peak": torch.cuda.max_memory_allocated(self._device),
+            "device_used": total - free,
         }
 
     def _reset_peak(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
+        if self._device != "cpu":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     # -- one after another, on the data thread
 
@@ -144,10 +188,17 @@ class Member:
             answer["at"] = time.monotonic()
             self._reply(answer)
 
+    def data_lacking(self) -> dict[str, str]:
+        """See ``models.lacking``."""
+        self._use_device()
+        return models.lacking(self._device)
+
     def data_load(self, model: str, senders: dict[str, str], receivers: dict[str, str], bucket_bytes: int, seed: int,
-                  layout: str = "", shared_ties: bool = False, shuffled: bool = False) -> dict[str, Any]:  # fmt: skip
+                  layout: str = "", shared_ties: bool = False, without: tuple[str, ...] = ()
+                  ) -> dict[str, Any]:  # fmt: skip
         """Make this member's tensors and the plan. ``senders`` / ``receivers``: member → part (``models.box_of``)."""
-        self._entries = models.model(model)
+        self._use_device()
+        self._entries = models.model(model, without)
         manifest = models.manifest_of(self._entries)
         part = {**senders, **receivers}[self._member]
         self._locals: dict[int, Local] = {}
@@ -155,7 +206,7 @@ class Member:
         for i, entry in enumerate(self._entries):
             tied = by_name.get(entry.alias_of) if shared_ties or self._member in senders else None
             box = models.box_of(entry, part)
-            local = tied or (models.local_tensor(entry, box, layout), box)
+            local = tied or (models.local_tensor(entry, box, layout, self._device), box)
             if tied is None:
                 models.scribble(entry, box, local[0], seed)
             self._locals[i] = by_name[entry.name] = local
@@ -236,8 +287,8 @@ class Member:
         side.flush()
 
     def data_digests(self) -> dict[str, str]:
-        """Digest of each local tensor by name."""
-        return {e.name: hex_digest(digest_tensor(self._locals[i][0])) for i, e in enumerate(self._entries)}
+        """Digest of each local tensor by name, by the processor."""
+        return {e.name: hex_digest(digest_tensor(_on_cpu(self._locals[i][0]))) for i, e in enumerate(self._entries)}
 
     def data_close(self, channel: str) -> float:
         """Close a channel; returns seconds. No such channel: nothing."""
@@ -258,6 +309,11 @@ class Member:
         self._spans = None
         self._locals = {}
         self._entries = []
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or the same bytes as integers on the CPU."""
+    return tensor if tensor.device.type == "cpu" else int_view(tensor).cpu()
 
 
 def _transport(name: str) -> Transport:

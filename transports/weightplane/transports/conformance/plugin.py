@@ -1,7 +1,9 @@
 """Pytest plug-in: fixtures ``transport_name``, ``pool`` and ``fleet`` for the kit's cases.
 
-A module names its transport in ``TRANSPORT``; else ``--transport NAME`` does (repeatable). Cases that need much memory
-are marked ``large`` and run with ``--large``.
+A module names its transport in ``TRANSPORT``; else ``--transport NAME`` does (repeatable). Where members' tensors live
+it says in ``DEVICES`` (one, or a tuple), else ``--device`` does (repeatable): ``cpu`` (the default), ``cuda`` (senders
+on GPU 0, receivers on the others; of a collective transport every member has its own) or ``cuda:0`` (all on that one).
+Cases on a GPU are marked ``gpu``. Cases that need much memory are marked ``large`` and run with ``--large``.
 """
 
 from __future__ import annotations
@@ -13,20 +15,29 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--transport`` and ``--large``."""
+    """``--transport``, ``--device`` and ``--large``."""
     group = parser.getgroup("weightplane transports")
     group.addoption("--transport", action="append", default=[], help="transport to run the conformance kit against")
+    group.addoption("--device", action="append", default=[], help="where tensors live: cpu, cuda or cuda:N")
     group.addoption("--large", action="store_true", default=False, help="run cases that need many GiB of memory")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
     config.addinivalue_line("markers", "large: needs many GiB of memory; run with --large")
     config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, where that is installed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is large unless asked for (``--run-large`` is Weightplane's own word for it)."""
+    """Skip what is large unless asked for (``--run-large`` is Weightplane's own word for it), and what has no GPU."""
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not config.getoption("--large", default=False) and not config.getoption("--run-large", default=False):
         for item in items:
             if item.get_closest_marker("large"):
@@ -39,14 +50,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         named = getattr(metafunc.module, "TRANSPORT", None)
         names = [named] if named else metafunc.config.getoption("--transport", default=[]) or []
         metafunc.parametrize("transport_name", names, scope="session")
+        where: str | tuple[str, ...] = getattr(metafunc.module, "DEVICES", ())
+        devices = [where] if isinstance(where, str) else list(where)
+        devices = devices or metafunc.config.getoption("--device", default=[]) or []
+        if devices:  # else the ids stay without it
+            marked = [pytest.param(d, marks=pytest.mark.gpu if d.startswith("cuda") else ()) for d in devices]
+            metafunc.parametrize("member_device", marked, scope="session")
 
 
 @pytest.fixture(scope="session")
-def pool(transport_name: str) -> Iterator[Any]:
+def member_device() -> str:
+    """Where members' tensors live."""
+    return "cpu"
+
+
+@pytest.fixture(scope="session")
+def pool(transport_name: str, member_device: str) -> Iterator[Any]:
     """Peers of the transport under test, shared by its cases."""
     from .harness import Pool
 
-    made = Pool(transport_name)
+    made = Pool(transport_name, member_device)
     yield made
     made.close()
 
@@ -54,12 +77,15 @@ def pool(transport_name: str) -> Iterator[Any]:
 @pytest.fixture
 def fleet(pool: Any) -> Iterator[Callable[..., Any]]:
     """Makes a ``harness.Fleet``; its peers are given back after the test."""
-    from .harness import Fleet
+    from .harness import Fleet, NotHere
 
     made: list[Fleet] = []
 
     def make(model: str, **options: Any) -> Fleet:
-        made.append(Fleet(pool, model, **options))
+        try:
+            made.append(Fleet(pool, model, **options))
+        except NotHere as e:
+            pytest.skip(str(e))
         return made[-1]
 
     yield make

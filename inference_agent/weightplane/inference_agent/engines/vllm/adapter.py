@@ -232,12 +232,7 @@ class VllmEngine(Engine):
 
     def describe(self, manifest: Manifest, members: Sequence[str]) -> Description:
         """See ``Engine``. Each worker's loader is followed on tensors without bytes, once per manifest."""
-        if any(manifest.id not in k.sent for k in self._attached):
-            j = manifest_json(manifest)
-            self._each("manifest", _CALL_S, manifest=j)
-            self._driver.update({"do": "survey", "manifest_id": manifest.id}, None, self._apply_s)
-            for link in self._attached:
-                link.sent.add(manifest.id)
+        self._ensure(manifest)
         found = self._each("surveyed", _CALL_S, manifest_id=manifest.id)
         problems: dict[tuple[str, str], Problem] = {}
         placements = []
@@ -256,6 +251,13 @@ class VllmEngine(Engine):
             problems.setdefault(("extra", name), Problem(ProblemKind.EXTRA, name, text))
         dropped: set[str] = {n for s in found for n in s["dropped"]}
         return Description(tuple(placements), tuple(problems.values()), ignored=tuple(sorted(dropped)))
+
+    def _ensure(self, manifest: Manifest) -> None:
+        """Every worker knows the manifest and has followed its loader with it (they remember the newest few)."""
+        if all(a["known"] for a in self._each("knows", _CALL_S, manifest_id=manifest.id)):
+            return
+        self._each("manifest", _CALL_S, manifest=manifest_json(manifest))
+        self._driver.update({"do": "survey", "manifest_id": manifest.id}, None, self._apply_s)
 
     # --- workers elsewhere
 
@@ -322,6 +324,7 @@ class VllmEngine(Engine):
             raise EngineError(f"mode {update.mode} is not possible: vLLM's workers take staged updates only")
         if update.cache not in self.cache_policies:
             raise EngineError(f"cache policy {update.cache}: this engine has {', '.join(self.cache_policies)}")
+        self._ensure(update.manifest)
         self._each("begin", _CALL_S, update_id=update.update_id, version=update.version, manifest_id=update.manifest.id)
         self._update = update
 
@@ -341,7 +344,8 @@ class VllmEngine(Engine):
         gone = [k.hello.rank for k in self._attached if k.lost]
         if gone:
             raise EngineError(f"vLLM's worker(s) {gone} are gone")
-        if self._driver.is_sleeping(_QUICK_S):
+        # vLLM calls an engine asleep that merely stands still: one that we hold paused cannot be told apart
+        if not self._desk.holders and self._driver.is_sleeping(_QUICK_S):
             raise EngineError("vLLM is asleep: an update would be lost; wake it up first (POST /wake_up)")
 
     def apply(self, update_id: str) -> None:

@@ -40,7 +40,6 @@ class WorkerLink:
         self.hello = hello
         self.state: State = hello.state
         self.landed = 0
-        self.sent: set[str] = set()  # manifests and plans that the worker has
         self._link, self._on_lost = link, on_lost
         self._lock = threading.Lock()
         self._ids = itertools.count(1)

@@ -119,7 +119,8 @@ def open_worker(link: WorkerLink, r: Reception) -> RemoteWorker:
     """Let the worker open its end of the channel. A plan is sent once."""
     link.landed = 0
     channel = RemoteChannel(link, r)
-    plan = {} if r.plan.id in link.sent else {"plan": plan_json(r.plan)}
+    known = link.call("knows", _CALL_S, plan_id=r.plan.id)["known"]
+    plan = {} if known else {"plan": plan_json(r.plan)}
     channel.ask(
         "open",
         group=r.group,
@@ -130,6 +131,5 @@ def open_worker(link: WorkerLink, r: Reception) -> RemoteWorker:
         as_they_come=r.as_they_come,
         **plan,
     )
-    link.sent.add(r.plan.id)
     share = WorkerPlan(r.plan, r.manifest, r.member)
     return RemoteWorker(r.member, r.thread, channel, share, 0, channel, channel_id=r.channel.channel_id)

@@ -1,0 +1,78 @@
+"""One server with tied embeddings whose loader fails once in the middle: what is left behind, and that it heals."""
+
+from __future__ import annotations
+
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.inference_agent.server import Server, eventually
+from weightplane.trainer_agent import UpdateFailed
+
+from .fleet import Fleet, tensors_of
+from .servers import VllmServer
+
+Golden = dict[str, list[list[int]]]
+TENSORS = 38  # of a tied checkpoint
+FAILS_AT = 2 * TENSORS + 20  # in the middle of the third load
+
+
+@pytest.fixture(scope="module")
+def one(
+    golden: object, folders: dict[str, Path], plane: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    logs = tmp_path_factory.mktemp("one")
+    failpoint = {"WEIGHTPLANE_FAILPOINTS": f"vllm.load.inside=raise@{FAILS_AT}"}
+    server = VllmServer(folders["TA"], logs / "a.log", environment=failpoint).start()
+    with Fleet("one", plane, {"a": server}, logs) as fleet:
+        yield fleet
+
+
+def test_tied_embeddings_follow(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """Trap 2: on CPU the tied head computes from a packed copy, which vLLM's own reload leaves stale."""
+    assert one.tokens("a") == golden["TA"]
+    for target in ("TB", "TA"):
+        assert one.publish(folders[target]).committed
+        assert one.tokens("a") == golden[target]
+
+
+def test_a_load_that_fails_is_fenced_and_named_and_the_next_heals(
+    one: Fleet, folders: dict[str, Path], golden: Golden
+) -> None:
+    """Traps 5, 6, 7: the decision stands, this replica is DIRTY, nobody is answered by a mix; the engine lives."""
+    receipt = one.publish(folders["TB"])  # the third load
+    assert receipt.committed
+    (replica,) = receipt.replicas
+    assert replica.state == "DIRTY" and replica.failure is not None
+    assert "vllm.load.inside" in replica.failure.message and replica.replica_id == "a"
+    assert one.weights("a") == ("DIRTY", 0)
+    with pytest.raises((TimeoutError, urllib.error.URLError)):
+        one.servers["a"].generate([1, 7], 4, timeout=3)
+    # a new agent learns of it from the worker, and keeps the fence
+    one.agents["a"].stop()
+    with pytest.raises((TimeoutError, urllib.error.URLError)):
+        one.servers["a"].generate([1, 7], 4, timeout=3)
+    first = one.replica("a").incarnation
+    one.agent("a")
+    eventually(lambda: one.there("a") and one.replica("a").incarnation != first, 30, one.log("a"))
+    eventually(lambda: one.weights("a") == ("DIRTY", 0), 10, "DIRTY still")
+    with pytest.raises((TimeoutError, urllib.error.URLError)):
+        one.servers["a"].generate([1, 7], 4, timeout=3)
+    receipt = one.publish(folders["TB"])
+    assert {r.state for r in receipt.replicas} == {"READY"}
+    assert one.tokens("a") == golden["TB"] and one.servers["a"].label() == str(receipt.version)
+    one.publish(folders["TA"])
+    assert one.tokens("a") == golden["TA"]
+
+
+def test_a_tied_pair_that_comes_as_two_is_refused(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """A pair that the engine ties must not come as two tensors: the loader would drop one in silence."""
+    before = one.publish(folders["TA"])
+    tensors = tensors_of(folders["TB"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() * 2
+    with pytest.raises(UpdateFailed) as failed:
+        one.publish(tensors)
+    assert "lm_head.weight" in str(failed.value) and "tied" in str(failed.value)
+    assert one.weights("a") == ("READY", before.version) and one.tokens("a") == golden["TA"]

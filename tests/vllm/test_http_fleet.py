@@ -1,0 +1,149 @@
+"""Two stock vLLM servers under load of real updates, over HTTP; greedy tokens are compared with fresh engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.inference_agent.server import eventually
+from weightplane.trainer_agent import UpdateFailed
+
+from .fleet import Fleet, tensors_of
+
+Golden = dict[str, list[list[int]]]
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def test_weights_go_there_and_back(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """A -> B -> A -> B on both at once: tokens are a fresh engine's, the label is our version, its evidence is told."""
+    assert pair.tokens("a") == golden["A"]
+    assert {s.label() for s in pair.servers.values()} == {"default"}
+    for target in ("B", "A", "B"):
+        receipt = pair.publish(folders[target])
+        assert receipt.committed and {r.state for r in receipt.replicas} == {"READY"}
+        for name, server in pair.servers.items():
+            assert pair.tokens(name) == golden[target], f"{name} does not generate as a fresh engine of {target}"
+            assert server.label() == str(receipt.version)
+            assert pair.weights(name) == ("READY", receipt.version)
+    assert {pair.replica(n).serving_address for n in pair.servers} == {
+        s.url.removeprefix("http://") for s in pair.servers.values()
+    }
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        pytest.param(lambda t: t.pop(Q), Q, id="a part of a fused set is missing"),
+        pytest.param(lambda t: t.update({"model.layers.0.who.weight": t[Q]}), "model.layers.0.who.weight", id="extra"),
+        pytest.param(lambda t: t.update({Q: t[Q][:, :64].contiguous()}), Q, id="mis-shaped"),
+        pytest.param(lambda t: t.update({Q: t[Q].int()}), Q, id="mis-typed"),
+        pytest.param(lambda t: t.pop("model.norm.weight"), "model.norm.weight", id="missing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_byte(
+    pair: Fleet, folders: dict[str, Path], golden: Golden, spoil: Any, named: str
+) -> None:
+    """Trap 3. By name; nothing is written; the engines go on, and the next publish is exact."""
+    before = pair.publish(folders["A"])
+    tensors = tensors_of(folders["B"])
+    spoil(tensors)
+    with pytest.raises(UpdateFailed) as failed:
+        pair.publish(tensors)
+    failures = failed.value.failures
+    assert set(failures) & {"a", "b"} and all(f.reason == "MANIFEST_MISMATCH" for f in failures.values())
+    assert all(named in f.tensors and named in f.message for f in failures.values()), failures
+    for name in pair.servers:
+        assert pair.weights(name) == ("READY", before.version) and pair.tokens(name) == golden["A"]
+    pair.publish(folders["B"])
+    assert pair.tokens("a") == golden["B"]
+
+
+def test_requests_in_flight_keep_their_prefix(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """Traps 8, 9: what was made stays, the rest is what the new weights make of it; nothing is dropped or stale."""
+    prompt, total = [1, 10, 20, 30], 450
+    pair.publish(folders["A"])
+    old = pair.servers["a"].generate(prompt, total)
+    made: dict[str, list[int]] = {n: [] for n in pair.servers}
+
+    def run(name: str) -> None:
+        for token in pair.servers[name].stream(prompt, total):
+            made[name].append(token)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in pair.servers]
+    for t in threads:
+        t.start()
+    eventually(lambda: all(len(m) > 20 for m in made.values()), 30, "tokens come")
+    pair.publish(folders["B"])
+    for t in threads:
+        t.join(120)
+    for name, tokens in made.items():
+        assert len(tokens) == total
+        same = next((i for i, (x, y) in enumerate(zip(tokens, old, strict=True)) if x != y), total)
+        assert 20 < same < total, f"{name}: {same} of {total} tokens are the old model's"
+        continued = pair.servers[name].generate(prompt + tokens[:same], total - same)
+        assert tokens[same:] == continued, f"{name}: its tokens after the update are not the new model's"
+        assert pair.tokens(name) == golden["B"]
+
+
+def test_a_trainer_killed_in_the_middle_costs_nothing(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """SIGKILL while bytes land: requests are answered all along, by the old weights; the next publish is exact."""
+    before = pair.publish(folders["A"])
+    command = [sys.executable, "-m", "tests.vllm.stuck_trainer", pair.plane.address, pair.group, str(folders["B"])]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout is not None and trainer.stdout.readline().strip() == "sending"
+        assert pair.servers["a"].generate([1, 7], 4) == golden["A"][1][:4], "generation stood still while bytes came"
+        os.kill(trainer.pid, signal.SIGKILL)
+        killed = time.monotonic()
+    finally:
+        trainer.kill()
+        trainer.wait(10)
+    eventually(lambda: ended(pair), 8, "the update ends")
+    for name, server in pair.servers.items():
+        assert server.generate([1, 7], 4, timeout=5) == golden["A"][1][:4]
+        eventually(lambda n=name: pair.weights(n) == ("READY", before.version), 10, f"{name} is READY")  # type: ignore[misc]
+    assert time.monotonic() - killed < 20
+    pair.publish(folders["B"])
+    assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
+
+
+def ended(pair: Fleet) -> bool:
+    update = pair.plane.state(pair.group).open
+    return update is None or str(update.phase) in ("ABORTED", "COMMITTED")
+
+
+def test_a_new_agent_finds_what_the_workers_hold(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """The agent's memory is nobody's truth: one that is killed comes back READY, since the workers say so."""
+    receipt = pair.publish(folders["A"])
+    pair.agents["a"].process.kill()
+    pair.agents["a"].process.wait(10)
+    first = pair.replica("a").incarnation
+    pair.agent("a")
+    eventually(lambda: pair.there("a") and pair.replica("a").incarnation != first, 30, pair.log("a"))
+    eventually(lambda: pair.weights("a") == ("READY", receipt.version), 10, "READY again")
+    pair.publish(folders["B"])
+    assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
+
+
+def test_an_engine_that_restarts_behind_its_agent_is_joining(
+    pair: Fleet, folders: dict[str, Path], golden: Golden
+) -> None:
+    """It came up with the checkpoint that it was started with: nobody may take that for the trainer's version."""
+    pair.publish(folders["B"])
+    pair.servers["b"].kill()
+    eventually(lambda: pair.replica("b").weights == "JOINING", 10, f"b is JOINING: {pair.log('b')}")
+    pair.servers["b"].start()
+    eventually(lambda: pair.there("b") and any(o for w in pair.replica("b").workers for o in w.offers), 30, "attached")
+    assert pair.weights("b") == ("JOINING", 0)
+    assert pair.tokens("b") == golden["A"]
+    receipt = pair.publish(folders["B"])
+    assert {r.replica_id: r.state for r in receipt.replicas} == {"a": "READY", "b": "READY"}
+    assert all(pair.tokens(n) == golden["B"] for n in pair.servers)

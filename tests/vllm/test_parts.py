@@ -1,0 +1,232 @@
+"""What the adapter is made of, without vLLM: frames, holders of the one pause, a worker's session."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.inference_agent.server import eventually
+from weightplane.controlplane.core.manifest import Manifest, TensorMeta
+from weightplane.controlplane.core.model import Channel, Offer, PauseMode
+from weightplane.controlplane.core.placement import full_placement
+from weightplane.controlplane.core.planner import make_plan
+from weightplane.inference_agent.engines.base import EngineError
+from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError
+from weightplane.inference_agent.engines.vllm.http import HttpDriver
+from weightplane.inference_agent.engines.vllm.links import Listener, WorkerLink
+from weightplane.inference_agent.engines.vllm.pausing import PauseDesk
+from weightplane.inference_agent.vllm_plugin import wire
+from weightplane.inference_agent.vllm_plugin.session import WorkerSession, error_from, error_json
+from weightplane.transports.base import ChannelAborted, ChannelTimeout, PeerLost
+
+MANIFEST = Manifest.of([TensorMeta("a", "float32", (4, 8)), TensorMeta("b", "float32", (4, 8), "a")])
+
+
+def test_manifest_plan_and_channel_survive_the_socket() -> None:
+    placements = [full_placement(m, MANIFEST) for m in ("rank/0", "r/0")]
+    plan = make_plan(MANIFEST, placements[:1], placements[1:], bucket_bytes=64)
+    assert wire.manifest_from(wire.manifest_json(MANIFEST)) == MANIFEST
+    assert wire.plan_from(wire.plan_json(plan)) == plan
+    offers = {"rank/0": Offer("shm", b"\x00\xff")}
+    channel = Channel("c", "shm", b"k" * 32, ("rank/0",), ("r/0",), (), (), 64, offers, 2)
+    assert wire.channel_from(wire.channel_json(channel)) == channel
+    changed = {**wire.manifest_json(MANIFEST), "id": "m-other"}
+    with pytest.raises(ValueError, match="m-other"):
+        wire.manifest_from(changed)
+
+
+def test_errors_keep_their_kind() -> None:
+    for e in (
+        ChannelAborted("x", peers=["p"], bucket=3),
+        ChannelTimeout("y"),
+        PeerLost("z", peers=["t"]),
+        EngineError("w", ["n"]),
+        MemoryError("m"),
+    ):
+        back = error_from(error_json(e))
+        assert type(back) is type(e) and str(back) == str(e)
+        assert getattr(back, "peers", ()) == getattr(e, "peers", ())
+        assert getattr(back, "tensors", ()) == getattr(e, "tensors", ())
+
+
+class Recorded(Driver):
+    """Notes what it is asked; ``wait`` blocks until it is drained."""
+
+    name = "recorded"
+    instances = 1
+    pause_modes = (PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT)
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.drained = threading.Event()
+        self.fail = False
+
+    def alive(self, timeout: float) -> bool:
+        return True
+
+    def initialise(self, infos: Sequence[Mapping[str, Any]], timeout: float) -> None:
+        self.calls.append("init")
+
+    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        if self.fail:
+            raise DriverError("no")
+        self.calls.append(f"{mode}{' clear' if clear_cache else ''}")
+        if mode is PauseMode.WAIT:
+            self.drained.wait(10)
+
+    def resume(self, timeout: float) -> None:
+        self.calls.append("resume")
+
+    def is_paused(self, timeout: float) -> bool:
+        return True
+
+    def is_sleeping(self, timeout: float) -> bool:
+        return False
+
+    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
+        self.calls.append("update")
+
+    def clear_cache(self, timeout: float) -> None:
+        self.calls.append("clear")
+
+
+def test_the_last_holder_lets_generation_go_on() -> None:
+    driver = Recorded()
+    notes: list[tuple[str, ...]] = []
+    desk = PauseDesk(driver, notes.append)
+    desk.pause("operator", PauseMode.KEEP)
+    assert desk.wait("operator", 5)
+    desk.pause("update", PauseMode.WAIT)
+    assert desk.wait("update", 0), "requests that stand still cannot drain: the second pause is in force at once"
+    desk.resume("operator")
+    desk.resume("operator")
+    assert driver.calls == ["KEEP"] and desk.holders == {"update"} and desk.in_force()
+    desk.resume("update")
+    assert driver.calls == ["KEEP", "resume"] and notes[-1] == ()
+
+
+def test_a_drain_that_is_given_up_does_not_pause_later() -> None:
+    driver = Recorded()
+    desk = PauseDesk(driver, lambda _: None)
+    desk.pause("update", PauseMode.WAIT)
+    assert not desk.wait("update", 0.05)
+    desk.resume("update")
+    driver.drained.set()
+    eventually(lambda: driver.calls == ["WAIT", "resume", "resume"], 5, "the late pause is undone")
+    assert not desk.wait("update", 0)
+
+
+def test_a_pause_that_fails_is_told_to_who_waits() -> None:
+    driver = Recorded()
+    driver.fail = True
+    desk = PauseDesk(driver, lambda _: None)
+    desk.pause("update", PauseMode.KEEP)
+    with pytest.raises(DriverError, match="no"):
+        desk.wait("update", 5)
+    with pytest.raises(ValueError, match="DEFAULT"):
+        desk.pause("update", PauseMode.DEFAULT)
+
+
+def test_an_engine_that_started_anew_is_paused_again() -> None:
+    driver = Recorded()
+    desk = PauseDesk(driver, lambda _: None)
+    desk.pause("operator", PauseMode.KEEP)
+    assert desk.wait("operator", 5)
+    desk.again()
+    assert desk.wait("operator", 5) and driver.calls == ["KEEP", "KEEP"]
+
+
+class Pretend:
+    """As much of a worker as its session needs."""
+
+    def __init__(self) -> None:
+        self.landed = 0
+        self.on_state: Callable[[wire.State], None] = lambda _: None
+        self.aborted: list[str] = []
+        self.gone = threading.Event()
+        self.held_up = threading.Event()
+        self._work: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, daemon=True).start()
+
+    def abort(self, update_id: str, reason: str) -> None:
+        self.aborted.append(reason)
+
+    def agent_gone(self) -> None:
+        self.gone.set()
+
+    def do(self, what: str, m: dict[str, Any]) -> Any:
+        if what == "block":
+            self.held_up.wait(10)
+        if what == "fail":
+            raise PeerLost("the trainer died", peers=["rank/0"])
+        return {"said": what}
+
+
+def hello(token: str, protocol: int = wire.PROTOCOL) -> wire.Hello:
+    return wire.Hello(protocol, token, 0, 1, "life", 1, "cpu", "", "0", "m", "", wire.State())
+
+
+def met(token: str) -> tuple[Listener, list[WorkerLink], list[WorkerLink]]:
+    links: list[WorkerLink] = []
+    lost: list[WorkerLink] = []
+    listener = Listener(None, lambda _, link, h: links.append(WorkerLink(link, h, lost.append)))
+    listener.expect({token})
+    return listener, links, lost
+
+
+def test_a_session_asks_aborts_and_ends() -> None:
+    listener, links, lost = met("secret")
+    worker = Pretend()
+    session = WorkerSession(worker, listener.path, hello("secret")).start()  # type: ignore[arg-type]
+    eventually(lambda: links, 5, "hello")
+    link = links[0]
+    assert link.call("greet", 5) == {"said": "greet"}
+    with pytest.raises(PeerLost, match="died"):
+        link.call("fail", 5)
+    with pytest.raises(EngineError, match="did not answer 'block' within"):
+        link.call("block", 0.1)
+    begin = time.monotonic()
+    with pytest.raises(ChannelAborted, match="enough"):
+        link.call("block", 10, lambda: "enough")
+    assert time.monotonic() - begin < 1
+    link.post("abort", update_id="u", reason="stop")
+    eventually(lambda: worker.aborted == ["stop"], 5, "abort passes what blocks")
+    worker.on_state(wire.State(3, "u"))
+    eventually(lambda: link.state.held.version == 3, 5, "state")
+    session.stop()
+    eventually(lambda: lost == [link], 5, "its end is noticed")
+    with pytest.raises(EngineError, match="gone"):
+        link.call("greet", 5)
+    assert worker.gone.wait(5)
+    listener.close()
+
+
+def test_who_does_not_know_the_token_or_the_protocol_is_not_let_in() -> None:
+    listener, links, _ = met("secret")
+    assert not any(c.st_mode & 0o077 for c in [listener.folder.stat()]), "others can reach the socket"
+    for wrong in (hello("guess"), hello("secret", protocol=99)):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(listener.path)
+        link = wire.Link(sock)
+        link.send({"tell": "hello", **wrong.json()})
+        with pytest.raises(wire.LinkLost):
+            link.receive()
+    assert not links
+    listener.close()
+    assert not listener.folder.exists()
+
+
+def test_an_unreachable_server_is_named() -> None:
+    driver = HttpDriver(["127.0.0.1:9"])
+    assert not driver.alive(1)
+    with pytest.raises(DriverError, match=r"POST http://127.0.0.1:9/pause: ConnectionRefusedError"):
+        driver.pause(PauseMode.KEEP, True, 1)
+    with pytest.raises(ValueError, match="expected http"):
+        HttpDriver(["ftp://x"])
