@@ -85,6 +85,8 @@ class _Running:
 class CudaIpcImporter(Importer):
     """One channel's importer. ``facts``: of this process. ``part_bytes``: of a launch; 0: as the case wants."""
 
+    maps = True
+
     def __init__(self, cuda: Cuda, facts: Facts, part_bytes: int = 0) -> None:
         self._cuda, self._facts, self._part_bytes = cuda, facts, part_bytes
         self._sources: dict[str, _Source] = {}
