@@ -120,6 +120,25 @@ def test_what_was_begun_lands_no_more_once_the_update_is_over(pair: Pair, end: s
         assert all(bool((s == 0xA5).all()) for s in spans)
 
 
+def test_bytes_that_were_written_before_an_abort_are_counted() -> None:
+    """A replica whose live memory was written is DIRTY, though no part had been counted."""
+    with paired(HOST) as pair:
+        pair.update(1)
+        before = pair.channel.bytes_landed
+        pair.child.call("fill", 2)
+        pair.arm()
+        pair.child.call("send", False)
+        gate = threading.Event()
+        card()._work.put(lambda: (gate.wait(), None)[1])  # the card is busy
+        threading.Timer(0.1, pair.channel.abort, ("the test says so",)).start()
+        threading.Timer(0.3, gate.set).start()
+        with pytest.raises(ChannelAborted):
+            pair.channel.receive(pair.plan[0], pair.spans[0])
+        assert gate.is_set(), "the call is left only when nothing is written any more"
+        assert bool((pair.spans[0][0] == value(2, 0)).all())
+        assert pair.channel.bytes_landed > before
+
+
 @everywhere
 def test_a_pull_sees_the_end_of_what_the_sender_s_stream_still_writes(pair: Pair) -> None:
     pair.update(1)

@@ -217,7 +217,11 @@ class CudaIpcImporter(Importer):
                 self._finish(running, pull)
             del self._running[key]
         except BaseException as e:
+            written = sum(f.nbytes for r in self._running.values() for f in r.flights)
             self._quiet()
+            if written:  # it has been, whatever is said of the bucket
+                with contextlib.suppress(Exception):
+                    pull.landed(written)
             if isinstance(e, CudaError):
                 pull.check()  # a sender that has left explains it
                 raise PeerLost(f"{sender!r} cannot be read: {e}", peers=(sender,), bucket=pull.bucket.index) from e
