@@ -163,8 +163,11 @@ class Member:
         level = Verify.FULL if digests else Verify.OFF
         ledger = Ledger(WorkerPlan(w.plan, self._manifest, self.member), w.update, level, as_they_come=True)
         start = time.monotonic()
-        for bucket in ledger.share.buckets:
+        buckets = ledger.share.buckets
+        for n, bucket in enumerate(buckets, 1):
             spans, memory = w.sink.spans(bucket)
+            if n < len(buckets) and (coming := w.sink.lasting(buckets[n])) is not None:
+                w.channel.ahead(buckets[n], coming)
             w.channel.receive(bucket, spans)
             w.sink.complete(bucket)
             ledger.feed(bucket, spans, memory)

@@ -122,6 +122,7 @@ def ledger(w: Worker, sink: Sink | None, verify: Verify = Verify.FULL, as_they_c
 def test_the_same_lists_come_again_and_scattered_ones_anew() -> None:
     w = Worker({5: torch.zeros(8, 8).t()})
     sink = Sink(w.share, w.targets)
+    assert not any(map(sink.lasting, w.share.buckets)), "nothing is known yet"
     first = [w.take(sink, None, b) for b in w.share.buckets]
     w.check()
     for v in w.values:
@@ -129,6 +130,9 @@ def test_the_same_lists_come_again_and_scattered_ones_anew() -> None:
     second = [w.take(sink, None, b) for b in w.share.buckets]
     w.check()
     assert [a is b for a, b in zip(first, second, strict=True)] == [True, True, False, True, True, True]
+    ahead = [sink.lasting(b) for b in w.share.buckets]
+    assert [a is b for a, b in zip(ahead, second, strict=True)] == [True, True, False, True, True, True]
+    assert ahead[2] is None
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["tied", "tied-apart"])
@@ -152,6 +156,7 @@ def test_targets_that_the_transport_cannot_write_are_reached_through_one_bucket_
             v.add_(1)
     assert len(blocks) == 1 and blocks.pop()[1] == max(b.nbytes for b in w.share.buckets)
     assert lists[0] == lists[1], "the transport knows these lists"
+    assert not any(map(sink.lasting, w.share.buckets)), "buckets share that memory: never two of them at once"
 
 
 def test_what_the_transport_can_write_is_not_bounced() -> None:

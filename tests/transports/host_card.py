@@ -27,8 +27,7 @@ from weightplane.transports.cuda_ipc import CudaIpcTransport
 from weightplane.transports.gather_table import Rows
 
 UUID = "host-card"
-_SHIFT = 52  # a mapped address: which mapping, and the place in it
-_GRAIN = 1 << 20  # allocations begin and end at multiples
+_SHIFT = 48  # a mapped address: which mapping, and the place in it
 _HANDLE = struct.Struct("<qqq40x")
 
 
@@ -58,11 +57,13 @@ class HostCard(Cuda):
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.serials: dict[int, int] = {}  # by base; 1 where nothing is said
+        self.arenas: list[tuple[int, int]] = []  # allocations (base, bytes) that several storages share
         self.unshareable = False
         self.writing: threading.Event | None = None  # the current stream: what it still writes, until it is set
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._mapped: dict[int, tuple[int, int]] = {}
-        self._maps = self._streams = 0
+        self._unmapped: list[int] = []
+        self._streams = 0
         self._events: dict[int, Any] = {}
         self._remote: dict[int, tuple[int, int]] = {}
         self._queued: Counter[int] = Counter()
@@ -101,8 +102,8 @@ class HostCard(Cuda):
 
     def allocation(self, address: int, nbytes: int) -> Allocation:
         self.calls["allocation"] += 1
-        base = address // _GRAIN * _GRAIN
-        return Allocation(base, -(-(address + nbytes) // _GRAIN) * _GRAIN - base, self.serial(base))
+        base, size = next(((b, n) for b, n in self.arenas if b <= address < b + n), (address, nbytes))
+        return Allocation(base, size, self.serial(base))
 
     def serial(self, address: int) -> int:
         return self.serials.get(address, 1)
@@ -117,13 +118,14 @@ class HostCard(Cuda):
     def open(self, handle: bytes) -> int:
         self.calls["open"] += 1
         pid, base, _ = _HANDLE.unpack(handle)
-        self._maps += 1
-        self._mapped[self._maps] = pid, base
-        return self._maps << _SHIFT
+        number = self._unmapped.pop() if self._unmapped else len(self._mapped) + 1
+        self._mapped[number] = pid, base
+        return number << _SHIFT
 
     def close(self, address: int) -> None:
         self.calls["close"] += 1
         del self._mapped[address >> _SHIFT]
+        self._unmapped.append(address >> _SHIFT)
 
     @property
     def mapped(self) -> int:

@@ -83,6 +83,11 @@ class Sink:
         self._known[bucket.index] = known
         return (known.spans, known.memory) if known is not None else (spans, [None] * len(spans))
 
+    def lasting(self, bucket: Bucket) -> list[torch.Tensor] | None:
+        """The list that ``spans`` will give for a bucket, if its bytes go straight to targets that are known by now."""
+        known = self._known.get(bucket.index)
+        return known.spans if known is not None and not known.bounced else None
+
     def complete(self, bucket: Bucket) -> None:
         """The spans are filled: put in place what is not there yet."""
         known = self._known.get(bucket.index)

@@ -69,6 +69,10 @@ class Worker(ABC):
     def take(self, bucket: Bucket) -> None:
         """Receive one armed bucket, put it in its place, count it and hash it."""
 
+    def ahead(self, bucket: Bucket) -> None:
+        """``take`` of this bucket comes after the next one: bytes may come for both. Nothing is done by default."""
+        return None
+
     @abstractmethod
     def missing(self) -> list[str]:
         """Names of the tensors of which bytes are missing."""
@@ -95,6 +99,12 @@ class LocalWorker(Worker):
         self.channel.receive(bucket, spans)
         self.sink.complete(bucket)
         self.ledger.feed(bucket, spans, memory)
+
+    def ahead(self, bucket: Bucket) -> None:
+        """See ``Worker``."""
+        spans = self.sink.lasting(bucket)
+        if spans is not None:
+            self.channel.ahead(bucket, spans)
 
     def missing(self) -> list[str]:
         """See ``Worker``."""
@@ -250,8 +260,10 @@ class Transfer:
             engine.writing(self.update_id)
 
         def one(w: Worker) -> None:
-            for bucket in w.armed_buckets:
+            for n, bucket in enumerate(w.armed_buckets, 1):
                 failpoints.hit("replica.receive.before")
+                if n < len(w.armed_buckets):
+                    w.ahead(w.armed_buckets[n])
                 w.take(bucket)
                 if self.in_place:
                     self._wrote = True

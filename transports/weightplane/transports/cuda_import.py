@@ -85,6 +85,8 @@ class _Running:
 class CudaIpcImporter(Importer):
     """One channel's importer. ``facts``: of this process. ``part_bytes``: of a launch; 0: as the case wants."""
 
+    maps = True
+
     def __init__(self, cuda: Cuda, facts: Facts, part_bytes: int = 0) -> None:
         self._cuda, self._facts, self._part_bytes = cuda, facts, part_bytes
         self._sources: dict[str, _Source] = {}
@@ -215,7 +217,11 @@ class CudaIpcImporter(Importer):
                 self._finish(running, pull)
             del self._running[key]
         except BaseException as e:
+            written = sum(f.nbytes for r in self._running.values() for f in r.flights)
             self._quiet()
+            if written:  # it has been, whatever is said of the bucket
+                with contextlib.suppress(Exception):
+                    pull.landed(written)
             if isinstance(e, CudaError):
                 pull.check()  # a sender that has left explains it
                 raise PeerLost(f"{sender!r} cannot be read: {e}", peers=(sender,), bucket=pull.bucket.index) from e

@@ -11,7 +11,7 @@ __all__ = ["Pace"]
 _CHECK_S: Final = 0.002  # seconds between two calls of ``check``
 _NEAR_S: Final = 0.0001  # before the expected end, and a while after it: look all the time
 _LATE_S: Final = 0.0005
-_FIRST: Final = 2e12  # bytes a second until more is known: looking too early costs little
+_FIRST: Final = 5e-13  # seconds a byte until more is known: looking too early costs little
 
 
 class Pace:
@@ -22,7 +22,12 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.rate = _FIRST  # bytes a second
+        self._seconds_a_byte = _FIRST
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second, as far as is known."""
+        return 1 / self._seconds_a_byte
 
     def until(self, done: Callable[[], bool], nbytes: float, check: Callable[[], None]) -> None:
         """Return once ``done()``. ``nbytes`` of copying are waited for (0: for something else).
@@ -30,7 +35,7 @@ class Pace:
         ``check`` is called every few milliseconds and may raise.
         """
         start = looked = time.monotonic()
-        end = start + nbytes / self.rate
+        end = start + nbytes * self._seconds_a_byte
         first = True
         while not done():
             first = False
@@ -47,4 +52,4 @@ class Pace:
                 time.sleep(min(-left / 32, 0.001))
         if nbytes and not first:  # it was not there at once: this is what it took
             took = max(time.monotonic() - start, 1e-6)
-            self.rate += (nbytes / took - self.rate) / 4
+            self._seconds_a_byte += (took / nbytes - self._seconds_a_byte) / 4

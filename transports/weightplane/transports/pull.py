@@ -331,8 +331,8 @@ class PullSendChannel(SendChannel):
 
     def _settle(self) -> None:
         """After everything was read: forget lists that nobody else holds, and what they alone kept registered."""
-        for index, held in list(self._held.items()):
-            if sys.getrefcount(held.spans) <= 2:  # ours, and the call's: this very list cannot come again
+        for index in list(self._held):  # no name for one of them, which would outlive the loop
+            if sys.getrefcount(self._held[index].spans) <= 2:  # ours, and the call's: this very list cannot come again
                 del self._held[index]
         gone = set(self._exporter.settle([h.entry for h in self._held.values()]))
         if not gone:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from weightplane.controlplane.core.plan import Bucket
 from weightplane.v1.transport_pb2 import PullRegion, PullWelcome
@@ -111,10 +111,13 @@ class Pull:
 
 
 class Importer(ABC):
-    """The receiver's half, for one channel and all its senders. The channel's data thread."""
+    """The receiver's half, for one channel and all its senders. The channel's data thread; see ``maps``."""
 
     #: ``ask_serve(sender, on)``, set by the engine: the sender's processor takes part in the reads (``PullServe``).
     ask_serve: Callable[[str, bool], None]
+    #: Whether regions are mapped, so that they must be unmapped as soon as they are gone, between updates too. Then
+    #: ``map``, ``unmap`` and ``quiet`` are also called by a thread of the engine's, while the data thread is elsewhere.
+    maps: ClassVar[bool] = False
 
     @property
     def broken(self) -> str:

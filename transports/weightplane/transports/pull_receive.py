@@ -2,6 +2,7 @@
 
 The data thread does everything itself: it dials each sender at ``arm``, reads messages while it waits (asleep), and
 reads memory when a bucket is ready. An abort wakes it through a descriptor; a sender's end shows as the connection's.
+Between its calls, for importers that map memory, another thread takes what senders say (``pull_idle``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from weightplane.v1.transport_pb2 import (
 
 from .base import ArmToken, ChannelAborted, ChannelSpec, ChannelTimeout, PeerLost, ReceiveChannel, TransportError
 from .pull_abc import Entry, Importer, Pull
+from .pull_idle import ear
 from .pull_wire import FRAME, PROTOCOL, FrameError, Frames, dial, encode, new_nonce, proof
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class _Sender:
         self.fitting: dict[int, tuple[Entry, Sequence[torch.Tensor]]] = {}  # of each bucket's bytes
         self.partial = False  # a message of ours is half sent
         self.bye = ""
+        self.fault: TransportError | None = None  # found while nobody asked
 
 
 class PullReceiveChannel(ReceiveChannel):
@@ -86,6 +89,7 @@ class PullReceiveChannel(ReceiveChannel):
         self._next: tuple[Bucket, Sequence[torch.Tensor]] | None = None
         self._pulling = False
         self._lock = threading.Lock()  # for what abort touches: the wake descriptor, the sockets
+        self._busy = threading.Lock()  # held by who works here: the data thread, or the ear between its calls
         self._reason: str | None = None
         self._closed = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -97,6 +101,10 @@ class PullReceiveChannel(ReceiveChannel):
 
     def arm(self, token: ArmToken, buckets: Sequence[Bucket], deadline: float) -> None:
         """See ``ReceiveChannel``. Waits, until the deadline, for senders that have not opened their side yet."""
+        with self._working():
+            self._arm(token, buckets, deadline)
+
+    def _arm(self, token: ArmToken, buckets: Sequence[Bucket], deadline: float) -> None:
         self._begin(-1)
         for bucket in buckets:
             if self.member not in bucket.receivers or bucket.sender not in self.spec.senders:
@@ -122,12 +130,13 @@ class PullReceiveChannel(ReceiveChannel):
 
     def receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         """See ``ReceiveChannel``."""
-        try:
-            self._receive(bucket, spans)
-        except BaseException:
-            self._next = None
-            self._importer.quiet()
-            raise
+        with self._working():
+            try:
+                self._receive(bucket, spans)
+            except BaseException:
+                self._next = None
+                self._importer.quiet()
+                raise
 
     def _receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         name = self.spec.transport
@@ -194,10 +203,7 @@ class PullReceiveChannel(ReceiveChannel):
         if sender is None:
             return
         if bucket.index not in sender.ready:
-            with contextlib.suppress(OSError):  # nothing has come; what ended shows elsewhere
-                sender.frames.feed(sender.socket.recv(_CHUNK))
-            while (message := self._frame(sender)) is not None:
-                self._take(sender, message)
+            self._take_all(sender)
         if bucket.index in sender.ready:
             self._next = None
             self._check_size(sender, bucket, spans)
@@ -221,10 +227,11 @@ class PullReceiveChannel(ReceiveChannel):
             self._closed = True
             self._leave("closed")
             os.close(self._wake_fd)
-        self._importer.close()
-        for sender in self._senders.values():
-            sender.socket.close()
-        self._senders.clear()
+        with self._busy:
+            self._importer.close()
+            for sender in self._senders.values():
+                self._hang_up(sender)
+            self._senders.clear()
 
     @property
     def details(self) -> Mapping[str, str]:
@@ -368,7 +375,66 @@ class PullReceiveChannel(ReceiveChannel):
         self._importer.detach(sender.member)
         with self._lock:
             self._senders.pop(sender.member, None)
-            sender.socket.close()
+            self._hang_up(sender)
+
+    def _hang_up(self, sender: _Sender) -> None:
+        if self._importer.maps:
+            ear().forget(sender.socket.fileno())
+        sender.socket.close()
+
+    # --- between the data thread's calls
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """The data thread is in a call; the ear hears what comes after it."""
+        with self._busy:
+            yield
+        if self._importer.maps:
+            self._listen()
+
+    def _listen(self) -> None:
+        with self._lock:
+            for sender in self._senders.values():
+                if not self._closed and sender.fault is None:
+                    ear().listen(sender.socket.fileno(), self._hear)
+
+    def _hear(self) -> None:
+        """A sender said something, or ended. The ear's thread; not while the data thread is in a call."""
+        if not self._busy.acquire(blocking=False):
+            return  # whoever works listens again afterwards
+        try:
+            if self._closed:
+                return
+            for sender in self._senders.values():
+                try:
+                    self._take_all(sender)
+                    if self._ended(sender):
+                        self._lose_memory(sender)
+                except TransportError as e:
+                    sender.fault = e
+                    self._lose_memory(sender)
+        finally:
+            self._busy.release()
+        self._listen()
+
+    def _take_all(self, sender: _Sender) -> None:
+        """Take what has come, without waiting."""
+        with contextlib.suppress(OSError):  # nothing has; what ended shows elsewhere
+            sender.frames.feed(sender.socket.recv(_CHUNK))
+        while (message := self._frame(sender)) is not None:
+            self._take(sender, message)
+
+    def _lose_memory(self, sender: _Sender) -> None:
+        """A sender has ended: what it declared is not read any more. The data thread finds the connection's end."""
+        if sender.fault is None:
+            sender.fault = self._lost(sender)
+        sender.ready.clear()
+        sender.entries.clear()
+        sender.fitting.clear()
+        sender.chunks = 0
+        regions, sender.regions = sender.regions, set()
+        self._importer.quiet()
+        self._importer.unmap(sender.member, regions)
 
     def _leave(self, reason: str) -> None:
         """Tell every sender and end the connections; under the lock, any thread."""
@@ -408,6 +474,8 @@ class PullReceiveChannel(ReceiveChannel):
 
     def _fill(self, sender: _Sender) -> None:
         """Wait for bytes and take them."""
+        if sender.fault is not None:
+            raise sender.fault
         self._poll(sender.member, sender.socket, select.POLLIN, self._check(sender.member))
         try:
             data = sender.socket.recv(_CHUNK)
