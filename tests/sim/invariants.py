@@ -487,10 +487,11 @@ def inv_in_place_last(agent: Any, effects: list[Any], s: GroupState | None) -> N
 
 
 def inv_fenced(agent: Any) -> None:
-    """DIRTY never generates, nor does anyone whom a holder paused."""
+    """DIRTY never generates, nor does anyone whom a holder paused. A fence that is asked for and does not stand yet, over
+    weights that are whole (an engine failed before it wrote anything), is no breach: what is mixed never serves."""
     s = agent.state
     if agent.engine.generating and agent.engine.life == agent.engine_life:
-        if s.dirty:
+        if s.dirty and ("dirty" not in s.pausing or agent.engine.mixed):
             raise Violation("inv_dirty_never_generates", f"{agent.incarnation} is dirty and generates")
         if s.paused:
             raise Violation("inv_pause_holders", f"{agent.incarnation} generates although paused by {set(s.paused)}")
