@@ -487,7 +487,7 @@ def inv_in_place_last(agent: Any, effects: list[Any], s: GroupState | None) -> N
 
 
 def inv_fenced(agent: Any) -> None:
-    """DIRTY never generates, nor does anyone whom a holder paused. A fence that is asked for and does not stand yet, over
+    """DIRTY never generates, nor does anyone whom a holder paused. A fence that is asked for and not standing yet, over
     weights that are whole (an engine failed before it wrote anything), is no breach: what is mixed never serves."""
     s = agent.state
     if agent.engine.generating and agent.engine.life == agent.engine_life:
