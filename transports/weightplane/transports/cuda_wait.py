@@ -8,17 +8,19 @@ from typing import Final
 
 __all__ = ["Pace"]
 
-_CHECK_S: Final = 0.002  # seconds between two calls of ``check``
-_NEAR_S: Final = 0.0001  # before the expected end, and a while after it: look all the time
-_LATE_S: Final = 0.0005
+_CHECK_S: Final = 0.0003  # seconds between two calls of ``check``: it may begin the next bucket
+_SLEEP_S: Final = 0.0005  # at once
+_EARLY: Final = 0.75  # of the time that it is expected to take: until then sleep, afterwards look all the time
+_NEAR_S: Final = 0.0001  # no sleep is shorter
+_LATE_S: Final = 0.0005  # later than that: look less often
 _FIRST: Final = 5e-13  # seconds a byte until more is known: looking too early costs little
 
 
 class Pace:
     """How long copies take, learnt from those before. One thread.
 
-    A sleep or a call of the driver gives the GIL away; in a process whose other threads compute in Python it comes back
-    up to 5 ms later. So the first sleep is as long as the copy is expected to take.
+    Every sleep and every look gives the GIL away; where other threads compute in Python it comes back up to 5 ms later.
+    So most of the time that a copy is expected to take passes in few sleeps.
     """
 
     def __init__(self) -> None:
@@ -35,21 +37,21 @@ class Pace:
         ``check`` is called every few milliseconds and may raise.
         """
         start = looked = time.monotonic()
-        end = start + nbytes * self._seconds_a_byte
-        first = True
+        expected = nbytes * self._seconds_a_byte
+        early = start + _EARLY * expected  # a sleep that lasts too long teaches nothing: so never all of it
+        busy = 0.0  # seconds for which it was surely not done
         while not done():
-            first = False
             now = time.monotonic()
+            busy = now - start
             if now - looked >= _CHECK_S:
                 looked = now
                 check()
-            left = end - now
+            left = early - now
             if left > _NEAR_S:
-                time.sleep(min(left - _NEAR_S, _CHECK_S))
-            elif left > -_LATE_S:
+                time.sleep(min(left, _SLEEP_S))
+            elif busy < 2 * expected + _LATE_S:
                 time.sleep(0)
             else:
-                time.sleep(min(-left / 32, 0.001))
-        if nbytes and not first:  # it was not there at once: this is what it took
-            took = max(time.monotonic() - start, 1e-6)
-            self._seconds_a_byte += (took / nbytes - self._seconds_a_byte) / 4
+                time.sleep(min(busy / 32, 0.001))
+        if nbytes:
+            self._seconds_a_byte += (max(busy, 1e-6) / nbytes - self._seconds_a_byte) / 4

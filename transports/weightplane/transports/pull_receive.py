@@ -86,6 +86,7 @@ class PullReceiveChannel(ReceiveChannel):
         self._bucket = -1
         self._landed = 0
         self._looked = 0.0
+        self._left: set[int] = set()  # buckets that are armed and were not received
         self._next: tuple[Bucket, Sequence[torch.Tensor]] | None = None
         self._pulling = False
         self._lock = threading.Lock()  # for what abort touches: the wake descriptor, the sockets
@@ -114,7 +115,10 @@ class PullReceiveChannel(ReceiveChannel):
         self._importer.quiet()  # what was begun for an earlier call
         self._next = None
         self._deadline = deadline
-        self._token = token
+        if token != self._token:
+            self._token = token
+            self._left.clear()
+        self._left.update(b.index for b in buckets)
         for name in dict.fromkeys(b.sender for b in buckets):
             found = self._senders.get(name)
             if found is not None and self._ended(found):
@@ -171,6 +175,7 @@ class PullReceiveChannel(ReceiveChannel):
         self._looked = 0.0
         self._look(sender)  # a sender that had left may have changed what was read
         del sender.ready[bucket.index]
+        self._left.discard(bucket.index)
         self._say(sender, PullMessage(done=PullDone(bucket=bucket.index, armed=sender.number)))
         failpoints.hit(f"{name}.receive.after")
 
@@ -386,10 +391,10 @@ class PullReceiveChannel(ReceiveChannel):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """The data thread is in a call; the ear hears what comes after it."""
+        """The data thread is in a call; after an update's last one the ear hears what comes."""
         with self._busy:
             yield
-        if self._importer.maps:
+        if self._importer.maps and not self._left:
             self._listen()
 
     def _listen(self) -> None:
