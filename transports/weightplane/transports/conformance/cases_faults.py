@@ -140,13 +140,13 @@ def test_killed_at(fleet: MakeFleet, victim: str, place: str, nth: int) -> None:
     f.peers[victim].process.wait(20)
     assert f.peers[victim].process.returncode == -signal.SIGKILL
     survivors = [m for m in f.parts if m != victim]
-    wait([moves[m] for m in survivors], 2)
+    wait([moves[m] for m in survivors], 0.5 if f.collective else 2)  # a collective's library mostly waits for ever
     for member in survivors:
         if unharmed(f, moves, victim, member):
             continue
         if moves[member].done():
             error = ended(moves, member, event["at"] + 1, {"PeerLost"})
-            assert error.peers == (victim,)
+            assert error.peers == (victim,) or (f.collective and victim in error.peers)
         else:
             since = time.monotonic()
             f.peers[member].call("abort", 5, channel=f.channel, reason="a peer died")
