@@ -111,10 +111,10 @@ def test_fast_and_free_of_the_gil() -> None:
     digest_tensor(data)
     best = 0.0
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         digest_tensor(data)
-        best = max(best, data.numel() / (time.perf_counter() - start) / 1e9)
-    # ponytail: 10 GB/s is checked by benchmarks/transports.py on a quiet machine; here a floor that CI noise respects
+        best = max(best, data.numel() / (time.thread_time() - start) / 1e9)
+    # 10 GB/s is checked by benchmarks/transports.py on a quiet machine; here a floor, in processor time of this thread
     assert best > 3, f"{best:.1f} GB/s"
     ticks, stop = 0, threading.Event()
 

@@ -29,6 +29,7 @@ from .span_cursor import SpanCursor
 __all__ = ["DataPort", "GrpcReceiveChannel"]
 
 _STREAMS = 256  # streams served at once; one thread each while it lives
+_THREADS = 8  # there from the start
 _TOKEN_WAIT = 30.0  # a stream may open this long before its receiver is armed for it
 _INSIDE = 2 << 20  # a failpoint is passed at least this often
 
@@ -238,15 +239,19 @@ class DataPort:
             raise TransportError(f"the data port cannot listen on {bind}: address in use, or not this host's")
         self.address = advertise or f"{host}:{port}"
         self._server.start()
+        self._have_threads(_THREADS)
 
     def register(self, channel: GrpcReceiveChannel) -> None:
         """Make a channel known; streams may open it from now on."""
         with self._lock:
             self._channels[channel.spec.channel_id, channel.member] = channel
-        # A stream may open while the one before it is still ending: have the threads for both now, so that their
-        # number does not hang on which is faster.
-        meet = threading.Barrier(2 * len(channel.spec.senders))
-        for _ in range(meet.parties):
+        self._have_threads(2 * len(channel.spec.senders))
+
+    def _have_threads(self, n: int) -> None:
+        """A stream may open while those before it are still ending: have the threads for all now, so that their number
+        does not hang on which is faster."""
+        meet = threading.Barrier(n)
+        for _ in range(n):
             self._pool.submit(_meet, meet)
 
     def unregister(self, channel: GrpcReceiveChannel) -> None:
