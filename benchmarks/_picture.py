@@ -133,7 +133,7 @@ def _updates(pyplot: Any, document: dict[str, Any]) -> Any:
 def _patch(colour: str, name: str) -> Any:
     from matplotlib.patches import Patch
 
-    words = {"rest": "calls, trainer's hashing, waiting", "verify": "verify (replica)"}
+    words = {"rest": "rest: calls, hashing at the trainer, reading back what was applied"}
     return Patch(color=colour, label=words.get(name, name))
 
 

@@ -44,6 +44,7 @@ def test_limits_follow_from_what_a_transport_declares() -> None:
     assert [limit_of(c, "across") for c in (_PULLS, _COLLECTIVE)] == ["peer copy", "broadcast 1GiB"]
     assert limit_of(_PULLS, "colocated") == "same-GPU copy"
     assert bucket_bytes(_STREAMS, "cpu") < bucket_bytes(_PULLS, "cpu") < bucket_bytes(_PULLS, "across") <= 1 << 30
+    assert 2 * bucket_bytes(_COLLECTIVE, "across") < 0.5e9  # two buffers, and no more memory than an update may take
 
 
 def test_floors_and_targets_are_those_of_the_issue() -> None:
