@@ -177,7 +177,11 @@ class ReceiveChannel(ABC):
     @property
     @abstractmethod
     def bytes_landed(self) -> int:
-        """Payload bytes landed since the channel opened. Any thread; drives progress and the watchdog."""
+        """Payload bytes landed since the channel opened. Any thread; drives progress and the watchdog.
+
+        A ``receive`` that raises has counted every byte that it may have written: with none counted the spans are
+        untouched, and a replica in place may go on with the weights it had.
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:

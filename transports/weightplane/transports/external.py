@@ -75,9 +75,10 @@ class _Side:
 
     def _move(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         self._check(bucket.index)
-        self._mover()(bucket, spans)
+        mover = self._mover()
+        self._moved += bucket.nbytes  # before: who can say how far a mover came that raises
+        mover(bucket, spans)
         self._check(bucket.index)
-        self._moved += bucket.nbytes
 
 
 class _Sender(_Side, SendChannel):

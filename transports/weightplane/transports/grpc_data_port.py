@@ -55,6 +55,7 @@ class GrpcReceiveChannel(ReceiveChannel):
         self._lost: dict[str, str] = {}
         self._contexts: dict[str, grpc.ServicerContext] = {}
         self._landed = 0
+        self._writing = 0  # stream threads inside a copy to a span
         port.register(self)
 
     @property
@@ -104,6 +105,8 @@ class GrpcReceiveChannel(ReceiveChannel):
                     self._condition.wait(left)
             finally:
                 self._waiting = None
+                while self._writing:  # whoever leaves here may let go of the spans: one copy of a chunk at most
+                    self._condition.wait()
         failpoints.hit("grpc.receive.after")
 
     def abort(self, reason: str) -> None:
@@ -187,6 +190,25 @@ class GrpcReceiveChannel(ReceiveChannel):
                 if waiting is not None and waiting[0].index == chunk.bucket:
                     break
                 self._condition.wait(1.0)
+            self._writing += 1
+        try:
+            self._write(waiting, sender, chunk)
+        finally:
+            with self._condition:
+                self._writing -= 1
+                self._condition.notify_all()
+        failpoints.hit("grpc.receive.inside")
+        with self._condition:
+            if self._token != token or self._waiting is not waiting:
+                raise _Refused(grpc.StatusCode.ABORTED, "the update is over here")
+            if chunk.offset + chunk.nbytes == waiting[0].nbytes:
+                self._landed_buckets.add(chunk.bucket)
+                self._condition.notify_all()
+                return True
+        return False
+
+    def _write(self, waiting: tuple[Bucket, SpanCursor], sender: str, chunk: Chunk) -> None:
+        """Copy one chunk to its place and count it; ``_Refused`` if it is not the one that comes next."""
         bucket, cursor = waiting
         if bucket.sender != sender:
             raise _Refused(
@@ -199,16 +221,8 @@ class GrpcReceiveChannel(ReceiveChannel):
             text = f"bucket {bucket.index}: expected byte {cursor.position}, found {chunk.offset}"
             raise _Refused(grpc.StatusCode.OUT_OF_RANGE, text)
         cursor.write(chunk.address, chunk.nbytes)
-        failpoints.hit("grpc.receive.inside")
         with self._condition:
-            if self._token != token or self._waiting is not waiting:
-                raise _Refused(grpc.StatusCode.ABORTED, "the update is over here")
             self._landed += chunk.nbytes
-            if chunk.offset + chunk.nbytes == bucket.nbytes:
-                self._landed_buckets.add(bucket.index)
-                self._condition.notify_all()
-                return True
-        return False
 
 
 def _meet(barrier: threading.Barrier) -> None:

@@ -333,10 +333,10 @@ class ShmReceiveChannel(_Channel, ReceiveChannel):
                         bucket=bucket.index,
                     )
                 cursor.write(segment.slot_at(slot), n)
+                self._landed += n
                 if segment.dropped(rank):  # then the slot may have changed under the copy
                     raise ChannelAborted(f"{sender!r} dropped {self._member!r}", peers=(sender,), bucket=bucket.index)
                 offset += n
-                self._landed += n
             else:
                 segment.publish_skipped(rank, done + 1)
             self._done[sender] = done + 1

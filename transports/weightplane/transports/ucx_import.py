@@ -295,7 +295,11 @@ class UcxImporter(Importer):
                     if waiting:
                         break
         except BaseException as e:
+            cut_off = sum(nbytes for _, nbytes in flying)
             self._quiet(remote, flying)
+            if cut_off:  # it may have been written, in part or whole
+                with contextlib.suppress(Exception):
+                    landed(cut_off)
             if isinstance(e, UcxError):
                 raise PeerLost(f"{sender!r} cannot be read any more: {e}", peers=(sender,)) from e
             raise
