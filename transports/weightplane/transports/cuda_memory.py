@@ -10,9 +10,7 @@ allocation still.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final
 
 import torch
 
@@ -20,10 +18,9 @@ from . import cuda_own
 from .base import TransportError
 from .cuda_driver import Allocation, Cuda, CudaError
 from .cuda_facts import cannot_export, gather
+from .storages import unwanted
 
 __all__ = ["Region", "Regions"]
-
-_use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Region:
@@ -43,14 +40,7 @@ class Region:
 
     def unwanted(self) -> list[int]:
         """Storages that nobody else holds, or that moved; none if that cannot be known."""
-        storages = self.storages
-        return [a for a in storages if storages[a].data_ptr() != a or not _held_elsewhere(storages, a)]
-
-
-def _held_elsewhere(storages: dict[int, torch.UntypedStorage], address: int) -> bool:
-    if _use_count is None:
-        return True
-    return sys.getrefcount(storages[address]) > 2 or int(_use_count(storages[address]._cdata)) > 1
+        return unwanted(self.storages)
 
 
 class Regions:

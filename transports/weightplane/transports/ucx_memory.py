@@ -11,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 
+from .storages import unwanted
 from .ucx_agent import Agent, Memory, UcxError
 
 __all__ = ["Region", "Regions", "allocation", "check_span", "device_of", "on_device"]
-
-_use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def device_of(device: torch.device) -> tuple[str, int]:
@@ -60,14 +58,7 @@ class Region:
 
     def unwanted(self) -> list[int]:
         """Storages that nobody else holds, or that moved; none if that cannot be known."""
-        storages = self.storages
-        return [a for a in storages if storages[a].data_ptr() != a or not _held_elsewhere(storages, a)]
-
-
-def _held_elsewhere(storages: dict[int, torch.UntypedStorage], address: int) -> bool:
-    if _use_count is None:
-        return True
-    return sys.getrefcount(storages[address]) > 2 or int(_use_count(storages[address]._cdata)) > 1
+        return unwanted(self.storages)
 
 
 class Regions:
