@@ -71,7 +71,8 @@ tests() {
   local started=$SECONDS
   timeout 120 "$PYTHON" -m pytest -m gpu --collect-only -q -p no:cacheprovider --continue-on-collection-errors ${TESTS:-} \
     >"$OUT/collected.txt" 2>&1
-  timeout -k 10 $((PART_S - SECONDS + started)) "$PYTHON" -m pytest -m gpu -v -p no:cacheprovider \
+  FAILURES=$OUT/failures.txt timeout -k 10 $((PART_S - SECONDS + started)) "$PYTHON" -m pytest -m gpu -v \
+    -p no:cacheprovider -p benchmarks._failures --durations 10 \
     --continue-on-collection-errors ${TESTS:-} 2>&1 | tee "$OUT/tests.log" | grep -vE ' (PASSED|SKIPPED)' | tail -120
   "$PYTHON" benchmarks/_test_ids.py "$OUT/collected.txt" "$OUT/tests.log" | tee "$OUT/tests.txt"
 }
