@@ -97,10 +97,10 @@ class Sink:
             with torch.inference_mode():  # tensors made in inference mode can be written nowhere else
                 for home, span in zip(self._now, known.spans, strict=True):
                     home.copy_(span, non_blocking=True)
+            for device in {s.device for s in self._now if s.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
         if known is None or known.home is None:
             self._sink.complete(bucket)
-        for device in {s.device for s in self._now if s.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
 
     def _is_direct(self, region: int) -> bool:
         homes = list(self._share.homes(region, self._targets))

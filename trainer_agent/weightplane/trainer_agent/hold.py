@@ -35,12 +35,13 @@ log = logging.getLogger(__name__)
 
 #: What a coordinator whose store was lost says of our generation: nobody fenced us, so we may ask again.
 NEVER_GRANTED = "was never granted"
+_TRANSIENT_BUCKET = 64 << 20  # bytes of tensors, made on a GPU as they are sent, that are there at once
 _KNOWN = 8  # manifests that the coordinator is taken to remember
 
 
 @dataclass(frozen=True)
 class HoldSettings:
-    """Who asks for the hold, and how it wants to send."""
+    """Who asks for the hold, and how it wants to send. ``transient``: what of, is made as it is sent."""
 
     dial: Dial
     group: str
@@ -50,6 +51,7 @@ class HoldSettings:
     world_size: int
     transport: str
     bucket_bytes: int
+    transient: bool
     takeover: bool
     resume_step: int | None
     helper: bool
@@ -162,12 +164,16 @@ class Hold:
             offers=offers,
             refusals=refusals,
             transport=s.transport,
-            bucket_bytes=s.bucket_bytes,
+            bucket_bytes=s.bucket_bytes or self._most_at_once(),
         )
         if s.resume_step is not None:
             request.resume_step = s.resume_step
         answer: wt.InitTransferResponse = self.client.call("InitTransfer", request, deadline, stop)
         return answer
+
+    def _most_at_once(self) -> int:
+        """What a bucket may have where the trainer asked for nothing; 0: what suits each channel."""
+        return _TRANSIENT_BUCKET if self.settings.transient and self._device_kind == "cuda" else 0
 
     def _start_watch(self) -> None:
         s = self.settings

@@ -165,7 +165,10 @@ class ReceiveChannel(ABC):
 
     @abstractmethod
     def receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
-        """Fill ``spans`` (as in ``send``) with the bucket's bytes; blocks until they are all there."""
+        """Fill ``spans`` (as in ``send``) with the bucket's bytes; blocks until they are all there.
+
+        Nothing may be queued any more, on whatever stream, that reads or writes the spans: they are filled at once.
+        """
 
     def ahead(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         """Say which ``receive`` comes after the next one: from now on those spans may be filled as well.

@@ -284,13 +284,18 @@ class SinkSpans(_Spans):
         return [s.span for s in sinks]
 
     def complete(self, bucket: Bucket) -> None:
-        """Scatter what landed in scratch, and copy what has several homes. Call once, after the spans are filled."""
+        """Scatter what landed in scratch, and copy what has several homes. Call once, after the spans are filled.
+
+        Afterwards the bytes are in place for every stream, and scratch may be filled anew.
+        """
         if self._open is None or self._open[0].index != bucket.index:
             raise SpanError(f"complete(bucket {bucket.index}) without spans() of that bucket")
         _, sinks = self._open
         self._open = None
         with torch.inference_mode():  # tensors made in inference mode can be written nowhere else
             self._scatter(bucket, sinks)
+        for device in {s.span.device for s in sinks if s.span.is_cuda and (s.home is not None or s.also)}:
+            torch.cuda.current_stream(device).synchronize()
 
     @staticmethod
     def _scatter(bucket: Bucket, sinks: list[_Sink]) -> None:

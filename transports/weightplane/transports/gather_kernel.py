@@ -14,7 +14,7 @@ import triton.language as tl
 
 __all__ = ["BLOCK", "WARPS", "gather"]
 
-BLOCK, WARPS = 4096, 8  # words of a program's step: 32 KiB in flight for each multiprocessor
+BLOCK, WARPS = 4096, 16  # words of a program's step: 32 KiB in flight for each multiprocessor; 8 warps: 4 % slower
 
 
 @triton.jit(do_not_specialize=["first", "rows", "stride"])

@@ -19,7 +19,7 @@ import torch
 
 __all__ = ["CHUNK", "UNITS", "Case", "Copies", "Rows", "cut", "divide", "parts", "rows_of"]
 
-CHUNK: Final = 512 << 10  # bytes of a row of the kernel's table, at most
+CHUNK: Final = 128 << 10  # bytes of a row of the kernel's table, at most
 UNITS: Final = (16, 8, 4, 2, 1)  # what a row is moved in; both its addresses and its size are multiples
 ENGINE_COPY: Final = 1 << 20  # a copy of at least this is worth a copy engine's start
 

@@ -135,7 +135,7 @@ class InitTransfer:
     offers: tuple[Offer, ...] = ()
     refusals: tuple[tuple[str, str], ...] = ()
     transport: str = ""
-    bucket_bytes: int = 16 << 20
+    bucket_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,7 +339,7 @@ class Trainer:
     resume_step: int | None = None
     durable: bool = False
     forced_transport: str = ""
-    bucket_bytes: int = 16 << 20
+    bucket_bytes: int = 0  # as suits each channel
     seed: bytes = b""
     channels: tuple[Channel, ...] = ()
     choices: tuple[Choice, ...] = ()

@@ -27,6 +27,11 @@ PREFERENCE = ("cuda_ipc", "nccl", "ucx", "shm", "grpc")
 #: The same where neither side uses a GPU: one send of ``shm`` serves every receiver, and it needs no library.
 PREFERENCE_ON_CPU = ("shm", "ucx", "grpc", "cuda_ipc", "nccl")
 _SAME_HOST = frozenset({"cuda_ipc", "shm"})
+#: Bytes of a bucket where the trainer asks for none. Each costs every member about 0.1 ms of Python; with the larger
+#: ones that passes while bytes move. A transport that buffers buckets holds at most two of these.
+_BUCKET = 16 << 20
+_BUCKETS = {"ucx": 64 << 20}
+_BUCKETS_ON_GPU = {"cuda_ipc": 1 << 30, "nccl": 128 << 20, "ucx": 256 << 20}
 #: All members of such a channel act together, each with a GPU of its own.
 _DISTINCT_DEVICES = frozenset({"nccl"})
 
@@ -181,7 +186,7 @@ def bind(
     """Bind every worker of every replica that can be reached whole to a channel, and say why of each.
 
     A channel whose members, offers and bucket size are unchanged is kept (same id, same key); every other gets an id
-    and a secret derived from ``seed``, 32 secret random bytes used for one bind.
+    and a secret derived from ``seed``, 32 secret random bytes used for one bind. ``bucket_bytes`` 0: as suits each.
     """
     senders = _Senders(tuple(ranks[r] for r in sorted(ranks)))
     seats: dict[tuple[str, tuple[Mode, ...]], list[tuple[Replica, Worker]]] = {}
@@ -237,10 +242,15 @@ def _channel(
         receivers=tuple(receivers),
         replicas=tuple(dict.fromkeys((r.replica_id, r.incarnation) for r, _ in members)),
         modes=members[0][0].modes,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=bucket_bytes or _bucket_bytes(senders, transport, members),
         offers=offers,
         ordinal=ordinal,
     )
+
+
+def _bucket_bytes(senders: _Senders, transport: str, members: Sequence[tuple[Replica, Worker]]) -> int:
+    on_gpu = all(r.device_uuid for r in senders.ranks) and all(w.device_uuid for _, w in members)
+    return (_BUCKETS_ON_GPU if on_gpu else _BUCKETS).get(transport, _BUCKET)
 
 
 def _choices(r: Replica, picks: Sequence[Pick], by_member: Mapping[str, str]) -> list[Choice]:
