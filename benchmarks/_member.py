@@ -50,6 +50,7 @@ class _Way:
     spec: ChannelSpec
     channel: SendChannel | ReceiveChannel
     plan: Plan
+    share: WorkerPlan
     sink: Sink | None
     update: str = ""
 
@@ -139,8 +140,9 @@ class Member:
         plan = make_plan(self._manifest, holds[:1], holds[1:], made.bucket_bytes)
         transport = registry.get(made.transport)
         opened = transport.open_sender if self._sends else transport.open_receiver
-        sink = None if self._sends else Sink(WorkerPlan(plan, self._manifest, self.member), self._targets)
-        self._ways[way] = _Way(made, opened(made, self.member), plan, sink)
+        share = WorkerPlan(plan, self._manifest, self.member)
+        sink = None if self._sends else Sink(share, self._targets)
+        self._ways[way] = _Way(made, opened(made, self.member), plan, share, sink)
         return len(plan.buckets)
 
     def arm(self, way: str, number: int) -> None:
@@ -161,7 +163,7 @@ class Member:
     def _receive(self, w: _Way, digests: bool) -> dict[str, Any]:
         assert w.sink is not None and isinstance(w.channel, ReceiveChannel)
         level = Verify.FULL if digests else Verify.OFF
-        ledger = Ledger(WorkerPlan(w.plan, self._manifest, self.member), w.update, level, as_they_come=True)
+        ledger = Ledger(w.share, w.update, level, as_they_come=True, sink=w.sink)
         start = time.monotonic()
         buckets = ledger.share.buckets
         for n, bucket in enumerate(buckets, 1):

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from weightplane.controlplane.core.model import Channel, Choice, Mode, Offer, Rank, Replica, Worker
-from weightplane.controlplane.core.negotiate import PREFERENCE, bind, choose, members_of, out_of_reach
+from weightplane.controlplane.core.model import Channel, Choice, Mode, Offer, Rank, Replica, Verify, Worker
+from weightplane.controlplane.core.negotiate import (
+    PREFERENCE,
+    bind,
+    choose,
+    members_of,
+    out_of_reach,
+    verify_by_default,
+)
 
 ALL = ("cuda_ipc", "nccl", "ucx", "shm", "grpc", "external")
 SEED = b"s" * 32
@@ -218,3 +225,42 @@ def test_only_channels_whose_members_changed_are_new(changed: str) -> None:
     after, _ = fleet(*replicas(changed), ranks=ranks, old=before, seed=b"t" * 32)
     kept = {c.transport for c in after if c.channel_id in {x.channel_id for x in before}}
     assert kept == ({"shm"} if changed == "r0/1" else {"grpc"})
+
+
+# --- what follows from where members are ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"),
+    [
+        ("shm", ("", ""), 16 << 20),
+        ("grpc", ("g0", "g1"), 16 << 20),
+        ("ucx", ("", ""), 64 << 20),
+        ("ucx", ("g0", ""), 64 << 20),
+        ("ucx", ("g0", "g1"), 256 << 20),
+        ("nccl", ("g0", "g1"), 128 << 20),
+        ("cuda_ipc", ("g0", "g1"), 1 << 30),
+    ],
+)
+def test_buckets_are_as_large_as_suits_the_channel_unless_the_trainer_says(
+    name: str, gpus: tuple[str, str], expected: int
+) -> None:
+    for asked, found in ((0, expected), (4096, 4096)):
+        ranks, replicas = {0: rank(gpu=gpus[0])}, [replica("r", worker(gpu=gpus[1]))]
+        ((channel,), _) = bind(ranks, replicas, name, asked, (), SEED)
+        assert channel.bucket_bytes == found
+
+
+def test_a_sample_is_hashed_by_default_only_where_all_share_one_gpu() -> None:
+    def level(*gpus: str, forced: str = "") -> Verify:
+        ranks = {0: rank(gpu="g0")}
+        replicas = [replica(f"r{i}", worker(gpu=g)) for i, g in enumerate(gpus)]
+        channels, _ = bind(ranks, replicas, forced, 0, (), SEED)
+        return verify_by_default(ranks, replicas, channels)
+
+    assert level("g0") is Verify.SAMPLED and level("g0", "g0") is Verify.SAMPLED
+    assert level("g1") is Verify.FULL and level("g0", "g1") is Verify.FULL
+    assert level("g0", forced="ucx") is Verify.FULL, "not by cuda_ipc"
+    two = {0: rank(0, gpu="g0"), 1: rank(1, gpu="g1")}
+    channels, _ = bind(two, [replica("r", worker(gpu="g0"))], "", 0, (), SEED)
+    assert verify_by_default(two, [replica("r", worker(gpu="g0"))], channels) is Verify.FULL, "a rank elsewhere"

@@ -5,7 +5,7 @@ A device's memory is played by the host's: ``card`` says that the host's memory 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import pytest
 import torch
@@ -34,6 +34,10 @@ class Launch:
         self._values: list[int] = []
         self._running = False
         launches.append(self)
+
+    def part(self, keys: Container[int]) -> Launch | None:
+        pairs = [(k, t) for k, t in zip(self.keys, self._flats, strict=True) if k in keys]
+        return Launch(torch.device("cpu"), pairs) if pairs else None
 
     def start(self) -> None:
         assert not self._running, "started twice"

@@ -127,6 +127,22 @@ def test_a_group_is_replayed_and_sees_what_is_there_now() -> None:
 
 
 @kernels
+def test_some_regions_of_a_group_are_hashed_alone_and_then_all_again() -> None:
+    flats = [noise(5000, 1), noise(2 * LEAF_BYTES, 2), noise(100, 3), noise(LEAF_BYTES + 3, 4)]
+    (group,) = grouped([(10 + i, t) for i, t in enumerate(flats)], 1 << 40)
+    for keys in ({13, 11}, {10}, {12, 99}, {10, 11, 12, 13}):
+        part = group.part(keys)
+        assert part is not None and part.keys == sorted(keys & {10, 11, 12, 13})
+        part.start()
+        wanted = [flats[k - 10] for k in part.keys]
+        assert part.values() == on_host(wanted) and part.nbytes == sum(t.numel() for t in wanted)
+        flats[1][7] += 1
+    assert group.part({99}) is None
+    group.start()
+    assert group.values() == on_host(flats)
+
+
+@kernels
 def test_the_device_is_tried_once_and_works() -> None:
     assert digest_cuda.unusable(DEVICE) == ""
 
@@ -164,7 +180,7 @@ def test_a_part_that_cuts_a_leaf_is_refused_by_name() -> None:
 def test_a_value_of_the_last_update_is_never_given_for_this_one() -> None:
     hasher = RegionHasher(torch.device("cpu"), [10])
     hasher.begin()
-    with pytest.raises(RuntimeError, match="1 of 1 leaves"):
+    with pytest.raises(RuntimeError, match="1 leaves were not hashed"):
         hasher.values()
 
 
@@ -174,6 +190,11 @@ def test_the_rows_of_a_table() -> None:
     assert table.leaves == 4
     assert [c.tolist() for c in table.whole] == [[4096, 4096 + LEAF_BYTES, 1 << 20], [0, 1, 5]]
     assert [c.tolist() for c in table.rest] == [[4096 + 2 * LEAF_BYTES], [5], [2]]
+    some = table.some([2])
+    assert [c.tolist() for c in some.whole] == [[1 << 20], [5]] and some.leaves == 1 and not len(some.rest[0])
+    hasher.begin([0])
+    with pytest.raises(RuntimeError, match="3 leaves were not hashed"):
+        hasher.values()
     odd = hasher.table([(2, 0, (1 << 20) + 8, LEAF_BYTES)])
     assert [c.tolist() for c in odd.rest] == [[(1 << 20) + 8], [LEAF_BYTES], [5]], "16-byte loads need such addresses"
     assert RegionGroup(torch.device("cpu"), [(7, torch.zeros(9, dtype=torch.uint8))]).keys == [7]

@@ -118,13 +118,13 @@ def test_rows_are_bounded_and_as_wide_as_their_addresses_allow() -> None:
 
 
 def test_who_copies_what() -> None:
-    c = copies((0, 0, 4 << 20), (9 << 20, 9 << 20, 1000), (20 << 20, 20 << 20, 1 << 20))
+    c = copies((0, 0, 4 << 20), (9 << 20, 9 << 20, 1000), (20 << 20, 20 << 20, 1 << 20), (30 << 20, 30 << 20, 32 << 20))
     across, colocated = Case(False, 132), Case(True, 132)
-    assert [len(x) for x in divide(c, across)] == [1, 2]
-    assert [len(x) for x in divide(c, colocated)] == [3, 0]
-    assert [len(x) for x in divide(c, Case(True, 132, kernel=False))] == [0, 3]
-    assert [len(x) for x in divide(c, Case(False, 132, batch=False))] == [3, 0]
-    assert [len(x) for x in divide(c, Case(False, 132, kernel=False, batch=False))] == [0, 3]
+    assert [len(x) for x in divide(c, across)] == [1, 3]
+    assert [len(x) for x in divide(c, colocated)] == [3, 1]
+    assert [len(x) for x in divide(c, Case(True, 132, kernel=False))] == [0, 4]
+    assert [len(x) for x in divide(c, Case(False, 132, batch=False))] == [4, 0]
+    assert [len(x) for x in divide(c, Case(False, 132, kernel=False, batch=False))] == [0, 4]
     assert (across.programs, colocated.programs, Case(False, 40).programs) == (64, 132, 40)
 
 

@@ -21,6 +21,10 @@ def demo(
     ] = True,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights, prompts and samplers.")] = 0,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Training steps; 0 = the recommended number.")] = 0,
+    engine: Annotated[
+        str,
+        typer.Option("--engine", help="torch_module, or vllm: two stock vLLM servers (in an environment with vLLM)."),
+    ] = "torch_module",
     transport: Annotated[str, typer.Option("--transport", help="Force one: shm or grpc; none = negotiated.")] = "",
     report: Annotated[
         Path | None,
@@ -29,10 +33,19 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Watch a policy learn: a trainer, a control plane and two replicas as processes; every step is published."""
+    if engine not in ("torch_module", "vllm"):
+        raise typer.BadParameter(f"--engine {engine!r}: expected torch_module or vllm")
     try:
         from weightplane.demo.main import DemoFailed, run_demo
+
+        if engine == "vllm":
+            import transformers  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+            import vllm  # noqa: F401
+
+            from weightplane.demo.vllm_main import run_vllm_demo as run_demo
     except ModuleNotFoundError as error:
-        err.print(f"[bold red]error[/] {error.name} is missing: pip install 'weightplane[torch,demo]'")
+        extras = "vllm,demo" if engine == "vllm" else "torch,demo"
+        err.print(f"[bold red]error[/] {error.name} is missing: pip install 'weightplane[{extras}]'")
         raise typer.Exit(Exit.REFUSED) from None
     signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ class RegionMemory:
         some = self._groups
         if len(wanted) < len(self._share.regions):
             picked = set(wanted)
-            some = self._grouped([(r, flat) for r, flat in self._device if r in picked])
+            some = [part for group in self._groups if (part := group.part(picked)) is not None]
         for group in some:
             group.start()
         found: dict[int, int] = {}
@@ -153,7 +154,11 @@ class Arrivals:
 
     def sample(self, regions: Collection[int]) -> list[RegionGroup]:
         """Launches for some of the regions."""
-        return grouped([(r, self.flats[r]) for r in regions if r in self.flats], _MOST)
+        return [part for group in self._large if (part := group.part(regions)) is not None]
+
+    @cached_property
+    def _large(self) -> list[RegionGroup]:
+        return grouped(self.flats.items(), 1 << 62)
 
 
 def _disjoint(flats: Sequence[torch.Tensor]) -> bool:

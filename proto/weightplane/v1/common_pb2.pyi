@@ -388,7 +388,7 @@ class _VerifyLevel:
 class _VerifyLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerifyLevel.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     VERIFY_LEVEL_UNSPECIFIED: _VerifyLevel.ValueType  # 0
-    """The group's default."""
+    """In a request: the group's. In a group's policy: FULL, but SAMPLED where trainer and every replica share one GPU."""
     VERIFY_LEVEL_OFF: _VerifyLevel.ValueType  # 1
     """Counts only."""
     VERIFY_LEVEL_SAMPLED: _VerifyLevel.ValueType  # 2
@@ -400,7 +400,7 @@ class VerifyLevel(_VerifyLevel, metaclass=_VerifyLevelEnumTypeWrapper):
     """How much of what arrived is hashed."""
 
 VERIFY_LEVEL_UNSPECIFIED: VerifyLevel.ValueType  # 0
-"""The group's default."""
+"""In a request: the group's. In a group's policy: FULL, but SAMPLED where trainer and every replica share one GPU."""
 VERIFY_LEVEL_OFF: VerifyLevel.ValueType  # 1
 """Counts only."""
 VERIFY_LEVEL_SAMPLED: VerifyLevel.ValueType  # 2

@@ -143,7 +143,7 @@ class GroupPolicy(_message.Message):
     max_stale_versions: _builtins.int
     """Failed publishes in a row that CONTINUE_STALE forgives; default 0 = none."""
     verify: _common_pb2.VerifyLevel.ValueType
-    """Default FULL."""
+    """How much is hashed where the trainer does not say."""
     update_timeout_ms: _builtins.int
     """Default 120,000."""
     @_builtins.property

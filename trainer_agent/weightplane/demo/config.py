@@ -35,6 +35,8 @@ class DemoConfig:
         reward_first_max: before training, the mean evaluation reward must be at most this.
         reward_last_min: after training, it must be at least this.
         control_rise_max: without synchronisation, it must not rise by more than this.
+        gap_max: the mean distance between the log-probabilities that the replicas gave for their rollouts and the
+            trainer's own, at the same weights, must be at most this in every step (stale weights miss it by far).
     """
 
     seed: int = 0
@@ -56,6 +58,7 @@ class DemoConfig:
     reward_first_max: float = 0.2
     reward_last_min: float = 0.8
     control_rise_max: float = 0.05
+    gap_max: float = 1e-3
 
     def __post_init__(self) -> None:
         needed = 2 * self.length + 1

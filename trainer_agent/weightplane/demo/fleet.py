@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from torch import nn
+
 from weightplane.demo.loop import RolloutRequest
-from weightplane.demo.model import DecoderLM
 from weightplane.demo.sampling import Completion
 from weightplane.trainer_agent.publisher import Publisher
 from weightplane.trainer_agent.receipt import PublishReceipt
@@ -41,7 +42,7 @@ class HttpFleet:
         jobs = [self._pool.submit(self._ask, names[i % len(names)], r) for i, r in enumerate(requests)]
         return [job.result() for job in jobs]
 
-    def publish(self, model: DecoderLM, step: int) -> None:
+    def publish(self, model: nn.Module, step: int) -> None:
         """See ``loop.Fleet``. The publisher's source reads ``model`` itself."""
         if self._publisher is not None:
             self.receipts.append(self._publisher.publish(step))

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightplane.demo.config import DemoConfig
-from weightplane.demo.model import DecoderLM
 
 __all__ = ["GRPOTrainer", "LossStats", "Rollouts", "UpdateStats", "group_advantages", "grpo_loss", "token_logprobs"]
 
@@ -113,11 +112,11 @@ def group_advantages(rewards: Tensor, group_size: int, eps: float = 1e-4) -> Ten
     return (centred / (groups.std(dim=1, keepdim=True) + eps)).reshape(-1)
 
 
-def token_logprobs(model: DecoderLM, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+def token_logprobs(model: nn.Module, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probability of each token given those before it.
 
     Args:
-        model: run on ``tokens[:, :-1]`` without a cache; gradients flow.
+        model: token ids in, logits out; run on ``tokens[:, :-1]`` without a cache; gradients flow.
         tokens: int64 ``[n, t + 1]``.
         temperature: logits are divided by it, as in generation; above 0.
 
@@ -163,7 +162,7 @@ def grpo_loss(
 class GRPOTrainer:
     """Holds the optimiser; `update` turns one step's rollouts into new weights, written in place."""
 
-    def __init__(self, model: DecoderLM, config: DemoConfig) -> None:
+    def __init__(self, model: nn.Module, config: DemoConfig) -> None:
         self.model = model
         self.config = config
         self.optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.99))

@@ -14,10 +14,11 @@ from dataclasses import replace
 from statistics import median
 
 from rich.console import Console
+from torch import nn
 
 from weightplane.demo.config import DemoConfig
 from weightplane.demo.loop import RolloutRequest, RunResult, run
-from weightplane.demo.model import DecoderLM, build_model
+from weightplane.demo.model import build_model
 from weightplane.demo.sampling import Completion, generate
 
 __all__ = ["LocalFleet", "run_local"]
@@ -43,7 +44,7 @@ class LocalFleet:
             for replica, request in zip(self.replicas, requests, strict=True)
         ]
 
-    def publish(self, model: DecoderLM, step: int) -> None:
+    def publish(self, model: nn.Module, step: int) -> None:
         """Copy the weights into every replica, in place."""
         if self.sync:
             for replica in self.replicas:

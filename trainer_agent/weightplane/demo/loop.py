@@ -13,10 +13,11 @@ from itertools import pairwise
 from typing import Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from weightplane.demo.config import DemoConfig
 from weightplane.demo.grpo import GRPOTrainer, Rollouts, UpdateStats
-from weightplane.demo.model import DecoderLM, build_model
+from weightplane.demo.model import build_model
 from weightplane.demo.sampling import Completion
 from weightplane.demo.task import SortTask, derive_seed
 
@@ -42,7 +43,7 @@ class Fleet(Protocol):
         """Answer all requests, in order; different requests may run on different replicas at once."""
         ...
 
-    def publish(self, model: DecoderLM, step: int) -> None:
+    def publish(self, model: nn.Module, step: int) -> None:
         """Put the trainer's weights on every replica (the control run does nothing); step 0 is before training."""
         ...
 
@@ -128,7 +129,7 @@ def eval_requests(config: DemoConfig, task: SortTask) -> list[RolloutRequest]:
 def run(
     config: DemoConfig,
     fleet: Fleet,
-    model: DecoderLM | None = None,
+    model: nn.Module | None = None,
     on_step: Callable[[StepResult], None] | None = None,
 ) -> RunResult:
     """Train for ``config.steps`` steps; torch computes on ``config.threads`` threads meanwhile.
@@ -152,7 +153,7 @@ def run(
 
 
 def _steps(
-    config: DemoConfig, fleet: Fleet, model: DecoderLM, on_step: Callable[[StepResult], None] | None
+    config: DemoConfig, fleet: Fleet, model: nn.Module, on_step: Callable[[StepResult], None] | None
 ) -> list[StepResult]:
     task = SortTask(config.symbols, config.length)
     trainer = GRPOTrainer(model, config)

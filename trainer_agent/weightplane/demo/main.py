@@ -6,25 +6,27 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from torch import nn
 
 from weightplane.demo.config import DemoConfig
 from weightplane.demo.fleet import FleetError, HttpFleet
-from weightplane.demo.loop import RunResult, StepResult, run
+from weightplane.demo.loop import Fleet, RunResult, StepResult, run
 from weightplane.demo.model import DecoderLM, build_model
 from weightplane.demo.processes import Processes, ProcessFailed
 from weightplane.demo.report import summarise, write_report
 from weightplane.trainer_agent.errors import PublishError
 from weightplane.trainer_agent.publisher import Publisher
+from weightplane.trainer_agent.receipt import PublishReceipt
 from weightplane.trainer_agent.sources import ModuleSource, module_tensors
 from weightplane.transports.digest import digest_tensor, hex_digest
 
-__all__ = ["DemoFailed", "run_demo"]
+__all__ = ["DemoFailed", "run_demo", "train", "verdict"]
 
 GROUP = "demo"
 REPLICAS = ("replica-a", "replica-b")
@@ -33,6 +35,12 @@ _ROWS = 12
 
 class DemoFailed(RuntimeError):
     """The demo could not go on; says which part and why."""
+
+
+class PublishingFleet(Fleet, Protocol):
+    """A fleet that keeps its receipts."""
+
+    receipts: list[PublishReceipt]
 
 
 def run_demo(
@@ -56,7 +64,7 @@ def run_demo(
             with Publisher(address, GROUP, source, trainer_id="demo", transport=transport) as publisher:
                 publisher.wait_for_replicas(len(REPLICAS), timeout=60)
                 fleet = HttpFleet(generate, publisher if sync else None)
-                result = _train(config, fleet, model, console)
+                result = train(config, fleet, model, console)
                 match = _digests_match(model, fleet, console) if sync else None
                 versions = fleet.versions()
                 fleet.close()
@@ -75,11 +83,12 @@ def run_demo(
         seconds=time.monotonic() - began,
     )
     write_report(report, summary)
-    _verdict(console, summary, report)
+    verdict(console, summary, report)
     return summary
 
 
-def _train(config: DemoConfig, fleet: HttpFleet, model: DecoderLM, console: Console) -> RunResult:
+def train(config: DemoConfig, fleet: PublishingFleet, model: nn.Module, console: Console) -> RunResult:
+    """Run the loop; a table of its steps meanwhile."""
     rows: list[tuple[str, ...]] = []
 
     def grid() -> Table:
@@ -113,7 +122,7 @@ class _Silent:
         return None
 
 
-def _row(step: StepResult, fleet: HttpFleet) -> tuple[str, ...]:
+def _row(step: StepResult, fleet: PublishingFleet) -> tuple[str, ...]:
     spent = (f"{step.rollout_s:.2f} s", f"{step.train_s:.2f} s")
     if not fleet.receipts:
         return (str(step.step), f"{step.reward:.3f}", "none", "-", "-", "-", "-", "-", *spent)
@@ -134,7 +143,8 @@ def _digests_match(model: DecoderLM, fleet: HttpFleet, console: Console) -> bool
     return match
 
 
-def _verdict(console: Console, summary: dict[str, Any], report: Path) -> None:
+def verdict(console: Console, summary: dict[str, Any], report: Path) -> None:
+    """Say how it went."""
     first, last = summary["reward_first"], summary["reward_last"]
     if summary["sync"]:
         want = summary["thresholds"]["reward_last_min"]

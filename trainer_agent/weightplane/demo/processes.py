@@ -1,4 +1,4 @@
-"""The demo's processes: one control plane and some replicas, started, awaited and ended together."""
+"""The demo's processes: a control plane and some replicas (of vLLM, two processes each), started and ended together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,19 @@ from types import TracebackType
 from typing import Any, Self
 
 __all__ = ["ProcessFailed", "Processes"]
+
+
+_VLLM_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_VLLM_OPTIONS = (
+    *("--host", "127.0.0.1", "--tokens-only", "--enforce-eager", "--disable-uvicorn-access-log"),
+    *("--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "256", "--generation-config", "vllm"),
+    *("--kv-cache-memory-bytes", str(256 << 20), "--weight-transfer-config", '{"backend": "weightplane"}'),
+)
 
 
 class ProcessFailed(RuntimeError):
@@ -48,19 +62,41 @@ class Processes:
             )
         return {name: str(self._announced(name)["generate"]) for name in names}
 
+    def vllm_replicas(self, address: str, group: str, names: Sequence[str], checkpoint: Path) -> dict[str, str]:
+        """Start a stock vLLM server per name, on a core each, and an agent beside each; where each server listens."""
+        cores = sorted(os.sched_getaffinity(0))
+        urls = {}
+        for i, name in enumerate(names):
+            port = _free_port()
+            urls[name] = f"http://127.0.0.1:{port}"
+            env = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[i % len(cores)]), **_VLLM_ENVIRONMENT}
+            args = ["--model", str(checkpoint), "--port", str(port), *_VLLM_OPTIONS]
+            self._launch(f"vllm-{name}", ["-m", "weightplane.demo.vllm_server", str(os.getpid()), *args], env)
+            args = ["inference-agent", "--address", address, "--group", group, "--replica-id", name]
+            self._start(name, [*args, "--engine", "vllm", "--engine-option", f"url={urls[name]}"])
+        for name in names:
+            self._announced(name, 240.0)
+        return urls
+
     def pids(self) -> dict[str, int]:
         """Process ids by name."""
         return {name: process.pid for name, process in self._running.items()}
 
     def _start(self, name: str, args: list[str]) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._launch(
+            name,
+            ["-m", "weightplane.cli", *args, *self._launched(name)],
+            {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
+
+    def _launch(self, name: str, args: list[str], env: dict[str, str]) -> None:
         with (self.path / f"{name}.log").open("wb") as log:
             self._running[name] = subprocess.Popen(
-                [sys.executable, "-m", "weightplane.cli", *args, *self._launched(name)],
+                [sys.executable, *args],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=env,
+                env={**os.environ, **env},
                 start_new_session=True,  # Ctrl-C reaches this process alone, and it ends the others in order
             )
 
@@ -73,10 +109,11 @@ class Processes:
         end = time.monotonic() + timeout
         path = self.path / f"{name}.json"
         while not path.exists():
-            code = self._running[name].poll()
-            if code is not None or time.monotonic() > end:
-                what = f"ended with status {code}" if code is not None else f"was not ready within {timeout:.0f} s"
-                raise ProcessFailed(f"{name} {what}:\n{self.log(name)}")
+            for other, process in self._running.items():  # one that another waits for counts as well
+                if process.poll() is not None:
+                    raise ProcessFailed(f"{other} ended with status {process.returncode}:\n{self.log(other)}")
+            if time.monotonic() > end:
+                raise ProcessFailed(f"{name} was not ready within {timeout:.0f} s:\n{self.log(name)}")
             time.sleep(0.02)
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return facts
@@ -91,13 +128,20 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        order = sorted(self._running, key=lambda name: name == "control-plane")  # replicas say goodbye to it
+        order = sorted(self._running, key=lambda name: name == "control-plane" or name.startswith("vllm-"))
+        # ^ agents first: they say goodbye to the control plane
         for name in order:
             self._running[name].send_signal(signal.SIGTERM)
         for name in order:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._running[name].wait(5)
-            if self._running[name].poll() is None:
-                self._running[name].kill()
-                self._running[name].wait()
+            with contextlib.suppress(ProcessLookupError):  # each leads a group: vLLM's own processes go with it
+                os.killpg(self._running[name].pid, signal.SIGKILL)
+            self._running[name].wait()
         self._folder.cleanup()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

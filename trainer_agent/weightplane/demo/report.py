@@ -25,10 +25,19 @@ def summarise(
     versions: dict[str, int],
     digests_match: bool | None,
     seconds: float,
+    engine: str = "torch_module",
+    gap_last: float | None = None,
 ) -> dict[str, Any]:
-    """The numbers of one run. ``digests_match`` is None for the control, which publishes nothing."""
+    """The numbers of one run. ``digests_match`` is None for the control, which publishes nothing.
+
+    ``gap_last``: mean distance of the log-probabilities that the replicas gave and the trainer's, for what they
+    generated after the last publish; None where it was not measured.
+    """
     metrics = [r.metrics() for r in receipts]
+    gaps = [s.update.gap for s in result.steps if s.update is not None] + ([] if gap_last is None else [gap_last])
+    gap_most = max(gaps, default=0.0)
     return {
+        "engine": engine,
         "steps": result.config.steps,
         "seed": seed,
         "sync": sync,
@@ -39,16 +48,20 @@ def summarise(
             "reward_first_max": result.config.reward_first_max,
             "reward_last_min": result.config.reward_last_min,
             "control_rise_max": result.config.control_rise_max,
+            "gap_max": result.config.gap_max,
         },
         "learned": result.learned,
         "rose": result.rose,
         "digests_match": digests_match,
+        "logprob_gap_most": gap_most,
         "replicas": replicas,
         "versions": versions,
         "phases": {name: median(m[name] for m in metrics) for name in _PHASES} if metrics else {},
         "publishes": [{"step": r.step, "version": r.version, **r.metrics()} for r in receipts],
         "seconds": seconds,
-        "passed": (result.learned and bool(digests_match)) if sync else not result.rose,
+        "passed": (result.learned and bool(digests_match) and gap_most <= result.config.gap_max)
+        if sync
+        else not result.rose,
     }
 
 
@@ -72,7 +85,7 @@ def _draw(path: Path, summary: dict[str, Any]) -> None:
     top.set_ylim(0, 1.02)
     top.set_ylabel("mean reward")
     kind = "every step published to both replicas" if summary["sync"] else "control: nothing is published"
-    top.set_title(f"Online RL through Weightplane, seed {summary['seed']}: {kind}")
+    top.set_title(f"Online RL through Weightplane, {summary['engine']}, seed {summary['seed']}: {kind}")
     top.legend(loc="lower right")
     publishes = summary["publishes"]
     if publishes:

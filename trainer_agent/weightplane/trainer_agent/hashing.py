@@ -205,8 +205,10 @@ def live_groups(replay: ChannelReplay, digests: RegionDigests) -> LiveGroups:
     if known is not None and known.mine is mine and known.version == replay.version:
         return known
     live = replay.live
-    here = [(r, live[r]) for r in mine if r in live and digest_cuda.on_device(live[r])]
-    groups = grouped(here, _ONE_LAUNCH)
+    if replay.launches is None or replay.launches[0] != replay.version:
+        here = [(r, flat) for r, flat in live.items() if digest_cuda.on_device(flat)]
+        replay.launches = replay.version, grouped(here, _ONE_LAUNCH)
+    groups = [part for group in replay.launches[1] if (part := group.part(mine)) is not None]
     found = LiveGroups(mine, replay.version, groups, frozenset(r for g in groups for r in g.keys))
     if not digests.sampled:
         replay.groups = found

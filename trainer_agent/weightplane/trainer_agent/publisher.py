@@ -88,8 +88,8 @@ class Publisher:
 
     ``target``: the control plane's host:port (loopback), or a ``Dial`` with TLS or a token. ``incarnation`` names this
     life of the job and is equal on its ranks; by default torchrun's run id and restart count, or random for one rank.
-    ``bucket_bytes``: upper bound of a bucket; by default what suits each channel (``InitTransfer``), and 64 MiB where the
-    source makes tensors on a GPU as they are sent (a gather, a cast): as much of them is in memory at once.
+    ``bucket_bytes``: upper bound of a bucket; by default what suits each channel (``InitTransfer``), and 64 MiB where
+    the source makes tensors on a GPU as they are sent (a gather, a cast): as much of them is in memory at once.
     ``transport``: use this one for every worker of every replica, or refuse; by default each gets the best that both
     sides can use. ``takeover``: fence a trainer that still holds the group. ``resume_step``: the step of the checkpoint
     that training resumes from. ``heartbeat``: "helper" (a process) or "stream".

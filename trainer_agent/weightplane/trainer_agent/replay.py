@@ -63,6 +63,7 @@ class ChannelReplay:
         self.buckets = buckets_from(plan, member)
         self.version = 0  # rises when spans were found anew
         self.live: dict[int, torch.Tensor] = {}  # by region: its bytes, where they lie in the source's own memory
+        self.launches: tuple[int, Sequence[RegionGroup]] | None = None  # of all of ``live`` on devices, at a version
         self.groups: LiveGroups | None = None  # see ``hashing.live_groups``
         self.mirror: Mirror | None = None  # where the channel's transport reads host memory alone
         self._spans: dict[int, LiveSpans] = {}  # by bucket

@@ -45,7 +45,6 @@ class Card:
         self.cuda, self.device = cuda, device
         self._streams: list[int] = []
         self._events: list[int] = []
-        self._launched = 0
         self._kernel = not cuda.gather_problem(device)
 
     def prepare(self, copies: Copies, *, colocated: bool, part_bytes: int = 0) -> list[Part]:
@@ -69,16 +68,15 @@ class Card:
         with self.cuda.on(self.device):
             while len(self._streams) < _STREAMS:
                 self._streams.append(self.cuda.new_stream())
-            self._launched += 1
             used = list(self._streams[: len(part.batches)])
-            if part.rows is not None and part.table is not None:
-                # Two streams in turn, so that the last programs of one part run beside the first of the next.
-                stream = self._streams[self._launched % 2]
-                self.cuda.gather(self.device, part.table, part.rows, part.programs, stream)
-                used.append(stream)
             copy = self.cuda.copy_batch if self.cuda.batches else self.cuda.copy_each
             for batch, stream in zip(part.batches, self._streams, strict=False):
                 copy(batch, stream)
+            if part.rows is not None and part.table is not None:
+                # Always the same: side by side two parts end together, and then nothing is queued for a while.
+                stream = self._streams[0]
+                self.cuda.gather(self.device, part.table, part.rows, part.programs, stream)
+                used.append(stream)
             return Flight(part.nbytes, tuple(self._record(s) for s in dict.fromkeys(used)))
 
     def _record(self, stream: int) -> int:

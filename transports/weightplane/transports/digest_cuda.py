@@ -13,10 +13,11 @@ Checked in Triton's interpreter on CPU memory; see ``docs/performance.md`` for w
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -92,26 +93,44 @@ class LeafTable:
     """Where leaves lie and where their hashes go, on the device. Build once for memory that stays."""
 
     def __init__(self, device: torch.device, parts: Sequence[Part], first_slots: Sequence[int]) -> None:
-        addresses, nbytes, slots = _rows(parts, first_slots)
-        self.leaves = len(addresses)
+        addresses, nbytes, slots, regions = _rows(parts, first_slots)
+        self._device, self.leaves = device, len(addresses)
         whole = (nbytes == LEAF_BYTES) & (addresses % 16 == 0)
         rest = torch.nonzero(~whole).flatten()
         rest = rest[torch.argsort(nbytes[rest], descending=True)]  # a program's leaves are of about one length
         self.whole = tuple(c[whole].to(device) for c in (addresses, slots))
         self.rest = tuple(c[rest].to(device) for c in (addresses, nbytes, slots))
+        self._of_rest, of_whole = regions[rest], regions[whole]
+        self._order = torch.argsort(of_whole, stable=True)
+        self._counts = torch.bincount(of_whole, minlength=len(first_slots))
+
+    def some(self, regions: Sequence[int]) -> LeafTable:
+        """The leaves of some regions; costs a hundredth of making their table. For the ``launch`` that comes next."""
+        chosen = torch.tensor(regions, dtype=torch.int64)
+        wanted = torch.zeros(len(self._counts), dtype=torch.bool)
+        wanted[chosen] = True
+        counts = self._counts[chosen]
+        first = (torch.cumsum(self._counts, 0) - self._counts)[chosen] - (torch.cumsum(counts, 0) - counts)
+        places = torch.repeat_interleave(first, counts) + torch.arange(int(counts.sum()))
+        picked = self._order[places], torch.nonzero(wanted[self._of_rest]).flatten()
+        made = copy.copy(self)
+        made.leaves = sum(map(len, picked))
+        with _on(self._device):
+            made.whole = tuple(c[picked[0].to(self._device)] for c in self.whole)
+            made.rest = tuple(c[picked[1].to(self._device)] for c in self.rest)
+        return made
 
 
-def _rows(parts: Sequence[Part], first_slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(address, bytes, slot) of every leaf of ``parts``, as int64 columns."""
+def _rows(parts: Sequence[Part], first_slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """(address, bytes, slot, region) of every leaf of ``parts``, as int64 columns."""
     if not parts:
-        none = torch.empty(0, dtype=torch.int64)
-        return none, none, none
-    table = torch.tensor([(address, n, first_slots[r] + offset // LEAF_BYTES) for r, offset, address, n in parts])
+        return (torch.empty(0, dtype=torch.int64),) * 4
+    table = torch.tensor([(address, n, first_slots[r] + offset // LEAF_BYTES, r) for r, offset, address, n in parts])
     counts = (table[:, 1] + (LEAF_BYTES - 1)) // LEAF_BYTES
     part = torch.repeat_interleave(torch.arange(len(parts)), counts)
     nth = torch.arange(len(part)) - (torch.cumsum(counts, 0) - counts)[part]
-    address, nbytes, slot = (table[part, c] for c in range(3))
-    return address + nth * LEAF_BYTES, torch.clamp(nbytes - nth * LEAF_BYTES, max=LEAF_BYTES), slot + nth
+    address, nbytes, slot, region = (table[part, c] for c in range(4))
+    return address + nth * LEAF_BYTES, torch.clamp(nbytes - nth * LEAF_BYTES, max=LEAF_BYTES), slot + nth, region
 
 
 class RegionHasher:
@@ -132,6 +151,7 @@ class RegionHasher:
         self._host = host.pin_memory() if device.type == "cuda" else host
         raw = memory_of(self._host.view(torch.uint8))
         self._raw = [raw[8 * a : 8 * b] for a, b in zip(self._slots, self._slots[1:], strict=False)]
+        self._asked: Sequence[int] = range(len(self.sizes))
         self._todo = 0
         self._event: Any = None
 
@@ -148,9 +168,10 @@ class RegionHasher:
                 raise ValueError(f"region {region}: a part ends at byte {end}, inside a leaf")
         return LeafTable(self.device, parts, self._slots)
 
-    def begin(self) -> None:
-        """A new update: nothing is hashed yet."""
-        self._todo, self._event = sum(self._leaves), None
+    def begin(self, regions: Sequence[int] | None = None) -> None:
+        """A new update: nothing is hashed yet. ``regions``: only these will be; by default all."""
+        self._asked = range(len(self.sizes)) if regions is None else regions
+        self._todo, self._event = sum(map(self._leaves.__getitem__, self._asked)), None
 
     def launch(self, table: LeafTable) -> None:
         """Queue the hashing of a table's leaves; returns at once. After the last one the download is queued as well."""
@@ -174,15 +195,16 @@ class RegionHasher:
                 stream.synchronize()
 
     def values(self) -> list[int]:
-        """The digests by region, waited for. ``RuntimeError`` if not every leaf was launched since ``begin``."""
+        """The digests of the regions asked for, in their order, waited for. ``RuntimeError`` if not every leaf of them
+        was launched since ``begin``."""
         if self._todo:
-            raise RuntimeError(f"{self._todo} of {sum(self._leaves)} leaves were not hashed")
+            raise RuntimeError(f"{self._todo} leaves were not hashed")
         if self._event is None and self.device.type == "cuda":  # empty regions only
             with _on(self.device) as stream:
                 self._download(stream)
         if self._event is not None:
             self._event.synchronize()
-        return list(map(xxhash.xxh3_64_intdigest, self._raw))
+        return [xxhash.xxh3_64_intdigest(self._raw[r]) for r in self._asked]
 
     def _download(self, stream: Any) -> None:
         if self.device.type == "cuda":
@@ -223,13 +245,25 @@ class RegionGroup:
         self.keys = [key for key, _ in regions]
         self.nbytes = sum(t.numel() for _, t in regions)
         self._memory = [t for _, t in regions]
+        self._picked: list[int] | None = None  # of a part: the places of its regions
         self._hasher = RegionHasher(device, [t.numel() for t in self._memory])
         self._table = self._hasher.table([(n, 0, t.data_ptr(), t.numel()) for n, t in enumerate(self._memory)])
 
+    def part(self, keys: Container[int]) -> RegionGroup | None:
+        """Its regions of these keys, as a group that is made at next to no cost; ``None`` if it has none. Of a group
+        and its parts one is started at a time."""
+        picked = [n for n, key in enumerate(self.keys) if key in keys]
+        if not picked:
+            return None
+        made = copy.copy(self)
+        made.keys, made._picked = [self.keys[n] for n in picked], picked
+        made.nbytes = sum(self._memory[n].numel() for n in picked)
+        return made
+
     def start(self) -> None:
         """Queue the hashing; returns at once. The memory is complete, and stays as it is until ``values``."""
-        self._hasher.begin()
-        self._hasher.launch(self._table)
+        self._hasher.begin(self._picked)
+        self._hasher.launch(self._table if self._picked is None else self._table.some(self._picked))
 
     def values(self) -> list[int]:
         """The digests, in the order of ``keys``; waits for them."""

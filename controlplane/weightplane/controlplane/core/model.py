@@ -114,7 +114,7 @@ class CachePolicy(StrEnum):
 
 
 class Verify(StrEnum):
-    """How much is hashed; DEFAULT only in requests."""
+    """How much is hashed; DEFAULT in requests and policies only."""
 
     DEFAULT = "DEFAULT"
     OFF = "OFF"
@@ -180,7 +180,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A group's policies. ``at_least`` 0 = ALL."""
+    """A group's policies. ``at_least`` 0 = ALL. ``verify`` DEFAULT: ``negotiate.verify_by_default``."""
 
     min_replicas: int = 1
     at_least: int = 0
@@ -188,7 +188,7 @@ class Policy:
     pause: PauseMode = PauseMode.KEEP
     failure: str = "RAISE"
     max_stale_versions: int = 0
-    verify: Verify = Verify.FULL
+    verify: Verify = Verify.DEFAULT
     update_timeout_s: float = 120.0
 
 

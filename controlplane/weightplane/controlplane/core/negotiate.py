@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .model import Channel, Choice, Mode, Offer, Rank, Replica, Worker
+from .model import Channel, Choice, Mode, Offer, Rank, Replica, Verify, Worker
 
-__all__ = ["PREFERENCE", "PREFERENCE_ON_CPU", "bind", "choose", "members_of", "out_of_reach"]
+__all__ = ["PREFERENCE", "PREFERENCE_ON_CPU", "bind", "choose", "members_of", "out_of_reach", "verify_by_default"]
 
 #: Best first. A third party's transport comes after ours unless it is forced; ``external`` only when it is forced.
 PREFERENCE = ("cuda_ipc", "nccl", "ucx", "shm", "grpc")
@@ -274,6 +274,17 @@ def _choices(r: Replica, picks: Sequence[Pick], by_member: Mapping[str, str]) ->
 def members_of(channels: Iterable[Channel]) -> dict[str, str]:
     """The channel of each receiving member, by "<replica_id>/<worker>"."""
     return {member: c.channel_id for c in channels for member in c.receivers}
+
+
+def verify_by_default(ranks: Mapping[int, Rank], replicas: Iterable[Replica], channels: Iterable[Channel]) -> Verify:
+    """How much is hashed where nobody said: FULL, but a sample where every byte stays on one GPU (``cuda_ipc``): there
+    a copy is as fast as a hash, and FULL would double the update."""
+    by_ipc = {member for c in channels if c.transport == "cuda_ipc" for member in c.receivers}
+    gpus = {r.device_uuid for r in ranks.values()}
+    colocated = all(
+        f"{r.replica_id}/{w.index}" in by_ipc and gpus == {w.device_uuid} for r in replicas for w in r.workers
+    )
+    return Verify.SAMPLED if colocated else Verify.FULL
 
 
 def out_of_reach(choices: Iterable[Choice]) -> dict[tuple[str, str], str]:

@@ -129,6 +129,8 @@ def begin(tx: Tx, e: StartUpdate) -> None:
         channels = tuple(bound[f"{r.replica_id}/{w.index}"] for w in r.workers)
         parts[r.replica_id] = Part(r.replica_id, r.incarnation, mode, why, channels)
     used = {c for p in parts.values() for c in p.channels}
+    if options.verify is Verify.DEFAULT:
+        options = replace(options, verify=negotiate.verify_by_default(t.ranks, chosen, t.channels))
     total = e.update_timeout_s or s.policy.update_timeout_s
     prepare = e.prepare_timeout_s or max(total - 1.0, total * 0.9)
     u = Update(

@@ -20,7 +20,6 @@ from weightplane.controlplane.core.model import (
     Policy,
     Replica,
     Timings,
-    Verify,
     Worker,
 )
 from weightplane.controlplane.core.reasons import Failure
@@ -299,6 +298,6 @@ def policy(m: fleet_pb2.GroupPolicy) -> Policy:
         pause=default.pause if pause is PauseMode.DEFAULT else pause,
         failure=FAILURE_POLICY.core("policy.failure", m.failure),
         max_stale_versions=m.max_stale_versions,
-        verify=default.verify if verify is Verify.DEFAULT else verify,
+        verify=verify,
         update_timeout_s=m.update_timeout_ms / 1000 or default.update_timeout_s,
     )
