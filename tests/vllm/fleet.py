@@ -58,14 +58,18 @@ class Fleet:
         r = self.replica(name)
         return str(r.weights), r.held.version
 
-    def publish(self, source: Path | dict[str, Any] | Source, **options: Any) -> PublishReceipt:
-        """Publish a checkpoint or named tensors, as a trainer of its own would."""
+    def publisher(self, source: Path | dict[str, Any] | Source, **options: Any) -> Publisher:
+        """As a trainer of its own would make it; publish with ``step=fleet.step``."""
         self.step += 1
         if isinstance(source, Path):
             source = SafetensorsSource(source)
         elif isinstance(source, dict):
             source = StateDictSource(source)
-        with Publisher(self.plane.address, self.group, source, takeover=True, **options) as publisher:
+        return Publisher(self.plane.address, self.group, source, takeover=True, **options)
+
+    def publish(self, source: Path | dict[str, Any] | Source, **options: Any) -> PublishReceipt:
+        """Publish a checkpoint or named tensors."""
+        with self.publisher(source, **options) as publisher:
             return publisher.publish(step=self.step)
 
     def tokens(self, name: str) -> list[list[int]]:

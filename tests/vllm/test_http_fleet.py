@@ -78,10 +78,11 @@ def test_requests_in_flight_keep_their_prefix(pair: Fleet, folders: dict[str, Pa
             made[name].append(token)
 
     threads = [threading.Thread(target=run, args=(n,)) for n in pair.servers]
-    for t in threads:
-        t.start()
-    eventually(lambda: all(len(m) > 20 for m in made.values()), 30, "tokens come")
-    pair.publish(folders["B"])
+    with pair.publisher(folders["B"]) as publisher:  # ready to send: what comes next must fall into the generation
+        for t in threads:
+            t.start()
+        eventually(lambda: all(len(m) > 20 for m in made.values()), 30, "tokens come")
+        publisher.publish(step=pair.step)
     for t in threads:
         t.join(120)
     for name, tokens in made.items():

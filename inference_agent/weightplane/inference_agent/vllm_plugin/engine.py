@@ -39,7 +39,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``do``: "survey" a manifest, or "apply" an update; each names which."""
+    """``do``: "survey" a manifest, "apply" a staged update, or "stream" one in place as it comes; each names which."""
 
     do: str = ""
     manifest_id: str = ""
@@ -99,6 +99,8 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             self.worker.survey(update_info.manifest_id)
         elif update_info.do == "apply":
             self.worker.apply(update_info.update_id)
+        elif update_info.do == "stream":
+            self.worker.stream(update_info.update_id)
         else:
             raise ValueError(
                 f"weightplane's backend knows no {update_info.do!r}: updates are driven by weightplane's agent, not by "

@@ -26,12 +26,14 @@ from weightplane.inference_agent.engines.base import EngineError, LocalTensors
 from weightplane.inference_agent.hello import enabled_transports, worker_offers
 from weightplane.inference_agent.receipts import Ledger, Sink, WorkerPlan
 from weightplane.inference_agent.threads import WorkThread
-from weightplane.inference_agent.transfer import Channels, LocalWorker
+from weightplane.inference_agent.transfer import Channels, LocalWorker, Worker
 from weightplane.transports import registry
-from weightplane.transports.base import ArmToken, ReceiveChannel
+from weightplane.transports.base import ArmToken, ReceiveChannel, TransportError
 from weightplane.transports.dtypes import dtype_of
 
-from . import loading
+from .loading import load
+from .stream import Stream, StreamWorker, loaded_names, window_bytes
+from .surveying import checkpoint_bytes, survey
 from .wire import State, channel_from, manifest_from, plan_from
 
 __all__ = ["WorkerReplica"]
@@ -39,6 +41,8 @@ __all__ = ["WorkerReplica"]
 log = logging.getLogger("weightplane.vllm")
 
 _KEPT = 4
+_LATE_S = 2.0  # beyond the deadline that the agent keeps
+_LEAVE_S = 4.0
 
 
 class _Update:
@@ -46,7 +50,8 @@ class _Update:
 
     def __init__(self, update_id: str, version: int, manifest: Manifest) -> None:
         self.update_id, self.version, self.manifest = update_id, version, manifest
-        self.receiver: LocalWorker | None = None
+        self.receiver: Worker | None = None
+        self.stream: Stream | None = None  # in place
         self.outcome: dict[str, Any] | None = None  # of the load
 
 
@@ -84,7 +89,7 @@ class WorkerReplica:
     def staging_refusal(self) -> str:
         """Why there is no room for a copy of the model, as far as can be said before a manifest is known."""
         model, _ = self._model()
-        need = loading.checkpoint_bytes(model)
+        need = checkpoint_bytes(model)
         if self._most_host is not None and need > self._most_host:
             return f"staging needs about {need} bytes of host memory, the limit is {self._most_host}"
         free = available_bytes()
@@ -101,7 +106,11 @@ class WorkerReplica:
     def abort(self, update_id: str, reason: str) -> None:
         """Make whatever blocks in the channel leave. Returns at once."""
         u = self._update
-        if u is not None and u.receiver is not None and update_id in ("", u.update_id):
+        if u is None or update_id not in ("", u.update_id):
+            return
+        if u.stream is not None:
+            u.stream.abort(reason)
+        if u.receiver is not None:
             u.receiver.channel.abort(reason)
 
     def submit(self, work: Callable[[], None]) -> None:
@@ -164,8 +173,13 @@ class WorkerReplica:
         if manifest is None:
             raise EngineError(f"manifest {m['manifest_id']} is not known here")
         self._forget("another update begins")
-        self._reserve(manifest)
-        self._update = _Update(m["update_id"], m["version"], manifest)
+        u = _Update(m["update_id"], m["version"], manifest)
+        if m["in_place"]:
+            self._slot = None  # the room is for the tensors on their way
+            u.stream = Stream(window_bytes(manifest, self._most_host))
+        else:
+            self._reserve(manifest)
+        self._update = u
         return {"staging_bytes": self._slot[1].nbytes if self._slot else 0}
 
     def _reserve(self, manifest: Manifest) -> None:
@@ -187,22 +201,29 @@ class WorkerReplica:
 
     def _do_open(self, m: dict[str, Any]) -> Any:
         u = self._open(m["update_id"])
-        assert self._slot is not None
         plan = self._plan(m)
         member, channel = m["member"], channel_from(m["channel"])
+        transports, _ = enabled_transports(None)
+        channels = self._channels.setdefault(m["group"], Channels(m["group"], transports))
+        opened = channels.get(channel, member)
+        self._opened[channel.channel_id, member] = (channels, opened)
+        base, verify, early = opened.bytes_landed, Verify(m["verify"]), bool(m["as_they_come"])
+        if u.stream is not None:
+            share = WorkerPlan(plan, u.manifest, member)
+            ledger = Ledger(share, u.update_id, verify, early)
+            names = loaded_names(u.manifest, self._surveys[u.manifest.id].taken)
+            u.receiver = StreamWorker(
+                member, self._data, opened, share, base, ledger, u.stream, names, channel_id=channel.channel_id
+            )
+            return {}
+        assert self._slot is not None
         key = (plan.id, member)
         if key not in self._shares:
             fresh = WorkerPlan(plan, u.manifest, member)
             self._shares.keep(key, (fresh, Sink(fresh, self._slot[2])))
         share, sink = self._shares[key]
-        transports, _ = enabled_transports(None)
-        channels = self._channels.setdefault(m["group"], Channels(m["group"], transports))
-        opened = channels.get(channel, member)
-        self._opened[channel.channel_id, member] = (channels, opened)
-        ledger = Ledger(share, u.update_id, Verify(m["verify"]), m["as_they_come"], sink)
-        u.receiver = LocalWorker(
-            member, self._data, opened, share, opened.bytes_landed, sink, ledger, channel_id=channel.channel_id
-        )
+        ledger = Ledger(share, u.update_id, verify, early, sink)
+        u.receiver = LocalWorker(member, self._data, opened, share, base, sink, ledger, channel_id=channel.channel_id)
         return {}
 
     def _plan(self, m: dict[str, Any]) -> Plan:
@@ -218,6 +239,8 @@ class WorkerReplica:
         r = self._receiver(m["update_id"])
         wanted = set(m["buckets"])
         r.armed_buckets = [b for b in r.share.buckets if b.index in wanted]
+        if (stream := self._open(m["update_id"]).stream) is not None:
+            stream.deadline = time.monotonic() + m["remaining_s"] + _LATE_S
         token = ArmToken(m["update_id"], m["epoch"], m["generation"])
         r.channel.arm(token, r.armed_buckets, time.monotonic() + m["remaining_s"])
         return {}
@@ -225,12 +248,37 @@ class WorkerReplica:
     def _do_take(self, m: dict[str, Any]) -> Any:
         r = self._receiver(m["update_id"])
         bucket = next(b for b in r.armed_buckets if b.index == m["bucket"])
-        r.take(bucket)
+        try:
+            r.take(bucket)
+        except TransportError:
+            self._raise_load_error(m["update_id"])
+            raise
         return {"landed": r.landed}
+
+    def _raise_load_error(self, update_id: str) -> None:
+        """In place a load that failed is what ended the wait for it: that is the cause to tell."""
+        u = self._open(update_id)
+        if u.stream is not None and u.outcome is not None and u.outcome["error"]:
+            raise EngineError(u.outcome["error"], u.outcome["tensors"])
 
     def _do_receipt(self, m: dict[str, Any]) -> Any:
         r = self._receiver(m["update_id"])
         return {"missing": r.missing(), "elements": r.elements(), "digests": list(r.packed()), "landed": r.landed}
+
+    def _do_streaming(self, m: dict[str, Any]) -> Any:
+        """In place: answered once vLLM's main thread waits for what comes."""
+        u = self._open(m["update_id"])
+        if u.stream is None:
+            raise EngineError(f"update {u.update_id} is not in place here")
+        u.stream.wait_entered(m["timeout_s"])
+        return {}
+
+    def _do_streamed(self, m: dict[str, Any]) -> Any:
+        """In place: everything came; vLLM's main thread finishes the load and leaves."""
+        r = self._receiver(m["update_id"])
+        assert isinstance(r, StreamWorker)
+        r.finish()
+        return {}
 
     def _do_applied(self, m: dict[str, Any]) -> Any:
         """How the load went, which vLLM's main thread ran meanwhile."""
@@ -252,6 +300,8 @@ class WorkerReplica:
         u = self._update
         if u is not None and m["update_id"] in ("", u.update_id):
             self._forget(m["reason"])
+            if u.stream is not None and not u.stream.wait_over(_LEAVE_S):
+                raise EngineError(f"vLLM's loaders did not leave update {u.update_id} within {_LEAVE_S} s")
         if m["wrote"] and not self.state.mixed:
             self._spoil(m["reason"])
         return {}
@@ -273,7 +323,7 @@ class WorkerReplica:
             raise EngineError(f"update {update_id!r} is not open in this worker (open: {u.update_id if u else 'none'})")
         return u
 
-    def _receiver(self, update_id: str) -> LocalWorker:
+    def _receiver(self, update_id: str) -> Worker:
         r = self._open(update_id).receiver
         if r is None:
             raise EngineError(f"update {update_id!r} has no channel open in this worker")
@@ -282,6 +332,8 @@ class WorkerReplica:
     def _forget(self, reason: str) -> None:
         u = self._update
         self._update = None
+        if u is not None and u.stream is not None:
+            u.stream.abort(reason)
         if u is not None and u.receiver is not None and u.outcome is None:
             log.debug("update %s ends here: %s", u.update_id, reason)
 
@@ -295,7 +347,10 @@ class WorkerReplica:
         self._channels.clear()
         self._opened.clear()
         u = self._update
-        if u is not None and u.outcome is not None:
+        if u is not None and u.stream is not None:
+            u.stream.abort("the agent is gone")
+            u.stream.wait_over(_LEAVE_S)
+        if u is not None and u.outcome is not None and not self.state.mixed:
             self._spoil(f"update {u.update_id} was loaded and never confirmed: its agent is gone")
         self._update = None
 
@@ -308,7 +363,7 @@ class WorkerReplica:
             return
         model, _ = self._model()
         try:
-            found: Any = loading.survey(model, manifest, self._device, self._quantized)
+            found: Any = survey(model, manifest, self._device, self._quantized)
         except Exception as e:
             log.exception("manifest %s could not be surveyed", manifest_id)
             found = f"vLLM's loader could not be followed: {type(e).__name__}: {e}"
@@ -321,16 +376,41 @@ class WorkerReplica:
             log.error("update %s is not staged here: nothing was loaded", update_id)
             return
         self._tell(mixed=self.state.mixed or f"update {update_id} is being applied")
+        self._load(u, self._weights(u))
+
+    def stream(self, update_id: str) -> None:
+        """In place: load what comes, until it ends or is aborted; the outcome is kept for ``applied``. Never raises."""
+        u = self._update
+        if u is None or u.update_id != update_id or u.stream is None or not u.stream.enter():
+            log.error("update %s does not come in place here (any more): nothing was loaded", update_id)
+            return
+        try:
+            self._load(u, self._soiling(u, u.stream))
+        finally:
+            u.stream.leave()
+
+    def _soiling(self, u: _Update, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
+        """What comes; with the first tensor the live memory counts as mixed."""
+        for n, item in enumerate(stream):
+            if not n:
+                self._tell(version=0, update_id="", mixed=self.state.mixed or f"update {u.update_id} comes in place")
+            yield item
+
+    def _load(self, u: _Update, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         model, config = self._model()
         start = time.monotonic()
         try:
-            written = loading.load(model, config, self._device, self._weights(u), self._surveys[u.manifest.id])
+            written = load(model, config, self._device, weights, self._surveys[u.manifest.id])
             u.outcome = {"error": "", "tensors": [], "elements": written, "load_s": time.monotonic() - start}
         except Exception as e:
-            log.exception("update %s could not be loaded; the engine holds a mix", update_id)
             names = list(getattr(e, "tensors", ()))
             u.outcome = {"error": f"{type(e).__name__}: {e}", "tensors": names}
-            self._spoil(f"update {update_id} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
+            self.abort(u.update_id, f"vLLM's loader failed: {e}")  # whoever receives for it
+            if u.stream is not None and not u.stream.taken:
+                log.info("update %s ended before the first tensor: %s", u.update_id, e)
+                return
+            log.exception("update %s could not be loaded; the engine holds a mix", u.update_id)
+            self._spoil(f"update {u.update_id} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
 
     def _weights(self, u: _Update) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._slot is not None

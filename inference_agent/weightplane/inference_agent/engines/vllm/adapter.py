@@ -1,31 +1,28 @@
 """``vllm``: a stock vLLM as an engine. Its workers hold sessions to this adapter and take the bytes themselves.
 
-An update here: bytes land in each worker's host slot while vLLM generates; then, paused, each worker loads its slot
-through vLLM's own loaders (``vllm_plugin.loading``), vLLM's weight version becomes ours, caches are handled, and the
-replica commits. ``held`` and ``mixed`` are the workers' own words.
+A staged update: bytes land in each worker's host slot while vLLM generates; then, paused, each worker loads its slot
+through vLLM's own loaders (``vllm_plugin.loading``). In place: paused, each worker hands the tensors to those loaders
+as they come (``vllm_plugin.stream``). vLLM's weight version becomes ours, caches are handled, and the replica commits.
+``held`` and ``mixed`` are the workers' own words.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
-import time
-import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any
 
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Evidence, Held, Mode, PauseMode
 from weightplane.controlplane.core.placement import Piece, Placement, full_box
+from weightplane.inference_agent.threads import detached
 from weightplane.inference_agent.transfer import Worker
-from weightplane.inference_agent.vllm_plugin.wire import Hello, Link, manifest_json
+from weightplane.inference_agent.vllm_plugin.wire import manifest_json
 from weightplane.v1.transport_pb2 import Rendezvous
 
 from ..base import (
     Description,
-    Engine,
     EngineError,
     EngineUpdate,
     LocalTensors,
@@ -36,26 +33,24 @@ from ..base import (
     VersionTag,
     WorkerDevice,
 )
+from .attached import CALL_S, QUICK_S, Attached
 from .drivers import Driver
-from .links import Listener, WorkerLink
-from .pausing import PauseDesk
 from .remote import open_worker
 
 __all__ = ["VllmEngine"]
 
 log = logging.getLogger("weightplane.inference_agent")
 
-_CALL_S = 30.0
-_QUICK_S = 5.0
-_LOOK_S = 0.5
+ENTER_S = 20.0  # for vLLM to pass a call on to its workers
 
 
-class VllmEngine(Engine):
+class VllmEngine(Attached):
     """See the module text.
 
     ``socket_dir``: where the workers' socket is made (shared with vLLM where that runs in a container of its own).
-    ``max_host_bytes``: of staging, per worker. ``start_timeout_s``: how long to wait for vLLM at first;
-    ``apply_timeout_s``: how long one load may take before the replica counts as DIRTY.
+    ``max_host_bytes``: per worker; where a copy of the model is more, updates come in place.
+    ``start_timeout_s``: how long to wait for vLLM at first; ``apply_timeout_s``: how long one load may take before the
+    replica counts as DIRTY.
     """
 
     def __init__(
@@ -67,124 +62,9 @@ class VllmEngine(Engine):
         start_timeout_s: float = 600.0,
         apply_timeout_s: float = 300.0,
     ) -> None:
-        super().__init__()
-        self._driver = driver
-        self._most_host, self._apply_s = max_host_bytes, apply_timeout_s
-        self._lock = threading.Condition()
-        self._tokens: dict[str, int] = {}
-        self._links: dict[tuple[int, int], WorkerLink] = {}
-        self._attached: tuple[WorkerLink, ...] = ()
-        self._devices: tuple[WorkerDevice, ...] = ()
-        self._update: EngineUpdate | None = None
-        self._mixed = ""
-        self._closed = threading.Event()
-        self._desk = PauseDesk(driver, self._note_pause)
-        self._listener = Listener(socket_dir, self._met)
-        try:
-            self._attach_first(start_timeout_s)
-        except BaseException:
-            self.close()
-            raise
-        threading.Thread(target=self._watch, name="weightplane-vllm-watch", daemon=True).start()
-
-    # --- the workers' sessions
-
-    def _attach_first(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        said = False
-        while not self._driver.alive(_QUICK_S):
-            if not said:
-                log.info("waiting for vLLM (%s), up to %.0f s", self._driver.name, timeout)
-                said = True
-            if time.monotonic() >= end:
-                raise EngineError(f"vLLM ({self._driver.name}) does not answer after {timeout:.0f} s")
-            if self._closed.wait(_LOOK_S):
-                raise EngineError("closed while waiting for vLLM")
-        self._attach()
-        refusals = {h.staging_refusal for h in self._hellos() if h.staging_refusal}
-        if refusals:
-            raise EngineError(f"vLLM's workers cannot stage a copy of the model: {'; '.join(sorted(refusals))}")
-
-    def _attach(self) -> None:
-        """Make every worker dial us. Raises ``EngineError`` if not all of them do."""
-        tokens = [secrets.token_hex(16) for _ in range(self._driver.instances)]
-        with self._lock:
-            for link in self._links.values():
-                link.close()
-            self._links.clear()
-            self._tokens = {t: i for i, t in enumerate(tokens)}
-        self._listener.expect(set(tokens))
-        most = self._most_host or 0
-        infos = [{"socket": self._listener.path, "token": t, "max_host_bytes": most} for t in tokens]
-        self._driver.initialise(infos, _CALL_S)
-        with self._lock:
-            if not self._lock.wait_for(self._complete, _CALL_S):
-                raise EngineError(f"not every worker of vLLM dialled {self._listener.path}: {sorted(self._links)} did")
-            links = tuple(link for _, link in sorted(self._links.items()))
-            self._attached = links
-            self._devices = tuple(WorkerDevice(k.hello.device, k.hello.uuid) for k in links)
-            self._life = uuid.uuid4().hex
-            self._update = None
-        first = links[0].hello
-        self.name = f"vllm {first.vllm} ({self._driver.name}, {len(links)} worker(s))"
-        mixed = next((k.state.mixed for k in links if k.state.mixed), "")
-        self._mixed = ""
-        if mixed:
-            self._fence(mixed)
-        left_by = tuple({h for k in links for h in k.state.paused_by})
-        if not mixed:
-            self._desk.let_go(left_by)
-        self._desk.again()
-        log.info("%s: %s attached", self.name, first.model)
-
-    def _met(self, token: str, link: Link, hello: Hello) -> None:
-        with self._lock:
-            instance = self._tokens.get(token)
-            if instance is None:
-                link.close()
-                return
-            self._links[instance, hello.rank] = WorkerLink(link, hello, self._lost)
-            self._lock.notify_all()
-
-    def _complete(self) -> bool:
-        for i in range(self._driver.instances):
-            mine = [k.hello for (instance, _), k in self._links.items() if instance == i]
-            if not mine or len(mine) != mine[0].world:
-                return False
-        return True
-
-    def _lost(self, link: WorkerLink) -> None:
-        if link not in self._attached or self._closed.is_set():
-            return
-        log.error("vLLM's worker %d (pid %d) is gone: %s", link.hello.rank, link.hello.pid, link.lost)
-        with self._lock:
-            self._life = uuid.uuid4().hex  # whatever it was, it holds nothing that we know of
-            self._lock.notify_all()
-
-    def _watch(self) -> None:
-        """Attach again when vLLM is back. A worker that merely lost its session keeps what it holds."""
-        said = ""
-        while not self._closed.wait(_LOOK_S):
-            if all(not k.lost for k in self._attached):
-                continue
-            try:
-                if self._driver.alive(_QUICK_S):
-                    self._attach()
-                    said = ""
-            except Exception as e:
-                if str(e) != said:
-                    log.warning("vLLM cannot be attached again yet: %s", e)
-                    said = str(e)
-
-    def _hellos(self) -> list[Hello]:
-        return [k.hello for k in self._attached]
-
-    def _note_pause(self, holders: tuple[str, ...]) -> None:
-        for link in self._attached:
-            link.post("paused_by", holders=list(holders))
-
-    def _each(self, do: str, timeout: float, **fields: Any) -> list[dict[str, Any]]:
-        return [link.call(do, timeout, **fields) for link in self._attached]
+        self._apply_s = apply_timeout_s
+        self._streaming: Future[None] | None = None  # in place: vLLM's call that loads what comes
+        super().__init__(driver, socket_dir, max_host_bytes, start_timeout_s)
 
     # --- what it is and holds
 
@@ -195,8 +75,13 @@ class VllmEngine(Engine):
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """STAGED."""
-        return (Mode.STAGED,)
+        """IN_PLACE always; STAGED where every worker has room for a copy of what it loads."""
+        return (Mode.IN_PLACE,) if self.staging_refusal else (Mode.STAGED, Mode.IN_PLACE)
+
+    @property
+    def staging_refusal(self) -> str:
+        """See ``Engine``."""
+        return "; ".join(sorted({h.staging_refusal for h in self._hellos() if h.staging_refusal}))
 
     @property
     def pause_modes(self) -> tuple[PauseMode, ...]:
@@ -233,7 +118,7 @@ class VllmEngine(Engine):
     def describe(self, manifest: Manifest, members: Sequence[str]) -> Description:
         """See ``Engine``. Each worker's loader is followed on tensors without bytes, once per manifest."""
         self._ensure(manifest)
-        found = self._each("surveyed", _CALL_S, manifest_id=manifest.id)
+        found = self._each("surveyed", CALL_S, manifest_id=manifest.id)
         problems: dict[tuple[str, str], Problem] = {}
         placements = []
         taken: set[int] = set()
@@ -254,9 +139,9 @@ class VllmEngine(Engine):
 
     def _ensure(self, manifest: Manifest) -> None:
         """Every worker knows the manifest and has followed its loader with it (they remember the newest few)."""
-        if all(a["known"] for a in self._each("knows", _CALL_S, manifest_id=manifest.id)):
+        if all(a["known"] for a in self._each("knows", CALL_S, manifest_id=manifest.id)):
             return
-        self._each("manifest", _CALL_S, manifest=manifest_json(manifest))
+        self._each("manifest", CALL_S, manifest=manifest_json(manifest))
         self._driver.update({"do": "survey", "manifest_id": manifest.id}, None, self._apply_s)
 
     # --- workers elsewhere
@@ -266,7 +151,7 @@ class VllmEngine(Engine):
     ) -> tuple[list[Rendezvous], dict[str, str]] | None:
         """See ``Engine``: asked of the worker's process."""
         try:
-            said = self._attached[worker].call("offers", _CALL_S, member=member, transports=list(transports))
+            said = self._attached[worker].call("offers", CALL_S, member=member, transports=list(transports))
         except EngineError as e:
             return [], {n: str(e) for n in transports}
         return [Rendezvous.FromString(bytes.fromhex(o)) for o in said["offers"]], dict(said["why"])
@@ -321,12 +206,25 @@ class VllmEngine(Engine):
         if self._update is not None:
             self.abort(self._update.update_id, False, f"update {update.update_id} begins")
         if update.mode not in self.modes:
-            raise EngineError(f"mode {update.mode} is not possible: vLLM's workers take staged updates only")
+            raise EngineError(f"mode {update.mode} is not possible: {self.staging_refusal}")
         if update.cache not in self.cache_policies:
             raise EngineError(f"cache policy {update.cache}: this engine has {', '.join(self.cache_policies)}")
+        self._check_awake()
         self._ensure(update.manifest)
-        self._each("begin", _CALL_S, update_id=update.update_id, version=update.version, manifest_id=update.manifest.id)
+        self._each(
+            "begin",
+            CALL_S,
+            update_id=update.update_id,
+            version=update.version,
+            manifest_id=update.manifest.id,
+            in_place=update.mode is Mode.IN_PLACE,
+        )
         self._update = update
+
+    def _check_awake(self) -> None:
+        # vLLM calls an engine asleep that merely stands still: one that we hold paused cannot be told apart
+        if not self._desk.holders and self._driver.is_sleeping(QUICK_S):
+            raise EngineError("vLLM is asleep: an update would be lost; wake it up first (POST /wake_up)")
 
     def _open(self, update_id: str) -> EngineUpdate:
         u = self._update
@@ -335,36 +233,68 @@ class VllmEngine(Engine):
         return u
 
     def writing(self, update_id: str) -> None:
-        """Not here: no update is in place."""
-        raise EngineError(f"update {update_id} is staged: nothing is written before the apply")
+        """See ``Engine``. One call to vLLM begins, which loads what comes; the workers say when they wait for it."""
+        u = self._open(update_id)
+        if u.mode is not Mode.IN_PLACE:
+            raise EngineError(f"update {update_id} is staged: nothing is written before the apply")
+        if self._streaming is not None:
+            return  # another call of the same update
+        self._check_paused()
+        future = self._streaming = Future()
+
+        def work() -> None:
+            try:
+                self._driver.update({"do": "stream", "update_id": update_id}, str(u.version), self._apply_s)
+            except Exception as e:
+                future.set_exception(e)
+            else:
+                future.set_result(None)
+
+        detached("weightplane-vllm-load", work)
+        self._each("streaming", ENTER_S + CALL_S, update_id=update_id, timeout_s=ENTER_S)
 
     def prepare(self, update_id: str) -> None:
-        """See ``Engine``. The load itself was followed when the manifest was checked; vLLM must be awake for it."""
-        self._open(update_id)
+        """See ``Engine``. Staged: the load was followed when the manifest was checked; vLLM must be awake for it.
+
+        In place: vLLM finishes its load, and every worker says how it went.
+        """
+        u = self._open(update_id)
         gone = [k.hello.rank for k in self._attached if k.lost]
         if gone:
             raise EngineError(f"vLLM's worker(s) {gone} are gone")
-        # vLLM calls an engine asleep that merely stands still: one that we hold paused cannot be told apart
-        if not self._desk.holders and self._driver.is_sleeping(_QUICK_S):
-            raise EngineError("vLLM is asleep: an update would be lost; wake it up first (POST /wake_up)")
+        if u.mode is not Mode.IN_PLACE:
+            self._check_awake()
+            return
+        self._each("streamed", CALL_S, update_id=update_id)
+        streaming, self._streaming = self._streaming, None
+        if streaming is None:
+            raise EngineError(f"update {update_id}: nothing was received, nothing was loaded")
+        try:
+            streaming.result(self._apply_s)
+        except TimeoutError as e:
+            raise EngineError(f"vLLM did not finish its load within {self._apply_s:.0f} s") from e
+        self._each("applied", CALL_S, update_id=update_id)
+
+    def _check_paused(self) -> None:
+        if not self._desk.in_force() or not self._driver.is_paused(QUICK_S):
+            raise EngineError("vLLM is not paused: weights change while no forward pass can run only")
 
     def apply(self, update_id: str) -> None:
         """See ``Engine``. One call to vLLM; how it went is asked of every worker."""
         u = self._open(update_id)
-        if not self._desk.in_force() or not self._driver.is_paused(_QUICK_S):
-            raise EngineError("vLLM is not paused: weights change while no forward pass can run only")
+        self._check_paused()
         self._mixed = f"update {update_id} is being applied"
         self._driver.update({"do": "apply", "update_id": update_id}, str(u.version), self._apply_s)
-        self._each("applied", _CALL_S, update_id=update_id)
+        self._each("applied", CALL_S, update_id=update_id)
 
     def commit(self, update_id: str) -> None:
         """See ``Engine``."""
         u = self._open(update_id)
         if u.cache is CachePolicy.CLEAR:
-            self._driver.clear_cache(_CALL_S)
-        self._each("commit", _CALL_S, update_id=update_id)
+            self._driver.clear_cache(CALL_S)
+        self._each("commit", CALL_S, update_id=update_id)
         self._mixed = ""
-        self._update = None
+        self._update, self._streaming = None, None
         self._desk.resume("dirty")
 
     def abort(self, update_id: str, wrote: bool, reason: str) -> None:
@@ -373,32 +303,22 @@ class VllmEngine(Engine):
         if u is not None and update_id not in ("", u.update_id):
             return
         applied = u is not None and self._mixed.startswith(f"update {u.update_id} ")
-        self._update = None
+        self._update, self._streaming = None, None
         if (wrote and u is not None) or applied:
             wrote = True
             self._fence(reason)
+        if u is not None and u.mode is Mode.IN_PLACE:
+            for link in self._attached:  # its data thread may wait for the loaders, and they for it
+                link.post("abort", update_id=u.update_id, reason=reason)
         for link in self._attached:
             if link.lost:
                 continue
             try:
-                link.call("drop", _QUICK_S, update_id=update_id, wrote=wrote, reason=reason)
+                link.call("drop", QUICK_S, update_id=update_id, wrote=wrote, reason=reason)
             except EngineError as e:
                 log.warning("a worker could not be told to drop update %s: %s", update_id, e)
-
-    def _fence(self, reason: str) -> None:
-        self._mixed = self._mixed if self._mixed and not self._mixed.endswith("is being applied") else reason
-        self._desk.pause("dirty", PauseMode.ABORT)
 
     def abandon(self, update_id: str) -> None:
         """See ``Engine``. The slot is the worker's: it takes nothing else before what is under way there has ended."""
         self._open(update_id)
         self._update = None
-
-    def close(self) -> None:
-        """Let the workers go; vLLM runs on with what it holds."""
-        self._closed.set()
-        for link in (*self._attached, *self._links.values()):
-            link.close()
-        self._listener.close()
-        self._desk.close()
-        self._driver.close()

@@ -1,0 +1,164 @@
+"""The sessions with vLLM's workers: attached at first, attached again when vLLM is back. The adapter builds on it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import uuid
+from typing import Any
+
+from weightplane.controlplane.core.model import PauseMode
+from weightplane.inference_agent.vllm_plugin.wire import Hello, Link
+
+from ..base import Engine, EngineError, EngineUpdate, WorkerDevice
+from .drivers import Driver
+from .links import Listener, WorkerLink
+from .pausing import PauseDesk
+
+__all__ = ["Attached"]
+
+log = logging.getLogger("weightplane.inference_agent")
+
+CALL_S = 30.0
+QUICK_S = 5.0
+_LOOK_S = 0.5
+
+
+class Attached(Engine):
+    """An engine whose workers dial a socket of ours. ``start_timeout_s``: how long to wait for vLLM at first."""
+
+    def __init__(
+        self, driver: Driver, socket_dir: str | None, max_host_bytes: int | None, start_timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._driver, self._most_host = driver, max_host_bytes
+        self._lock = threading.Condition()
+        self._tokens: dict[str, int] = {}
+        self._links: dict[tuple[int, int], WorkerLink] = {}
+        self._attached: tuple[WorkerLink, ...] = ()
+        self._devices: tuple[WorkerDevice, ...] = ()
+        self._update: EngineUpdate | None = None
+        self._mixed = ""
+        self._closed = threading.Event()
+        self._desk = PauseDesk(driver, self._note_pause)
+        self._listener = Listener(socket_dir, self._met)
+        try:
+            self._attach_first(start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._watch, name="weightplane-vllm-watch", daemon=True).start()
+
+    # --- the workers' sessions
+
+    def _attach_first(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        said = False
+        while not self._driver.alive(QUICK_S):
+            if not said:
+                log.info("waiting for vLLM (%s), up to %.0f s", self._driver.name, timeout)
+                said = True
+            if time.monotonic() >= end:
+                raise EngineError(f"vLLM ({self._driver.name}) does not answer after {timeout:.0f} s")
+            if self._closed.wait(_LOOK_S):
+                raise EngineError("closed while waiting for vLLM")
+        self._attach()
+        for refusal in sorted({h.staging_refusal for h in self._hellos() if h.staging_refusal}):
+            log.warning("updates come in place only: %s", refusal)
+
+    def _attach(self) -> None:
+        """Make every worker dial us. Raises ``EngineError`` if not all of them do."""
+        tokens = [secrets.token_hex(16) for _ in range(self._driver.instances)]
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+            self._tokens = {t: i for i, t in enumerate(tokens)}
+        self._listener.expect(set(tokens))
+        most = self._most_host or 0
+        infos = [{"socket": self._listener.path, "token": t, "max_host_bytes": most} for t in tokens]
+        self._driver.initialise(infos, CALL_S)
+        with self._lock:
+            if not self._lock.wait_for(self._complete, CALL_S):
+                raise EngineError(f"not every worker of vLLM dialled {self._listener.path}: {sorted(self._links)} did")
+            links = tuple(link for _, link in sorted(self._links.items()))
+            self._attached = links
+            self._devices = tuple(WorkerDevice(k.hello.device, k.hello.uuid) for k in links)
+            self._life = uuid.uuid4().hex
+            self._update = None
+        first = links[0].hello
+        self.name = f"vllm {first.vllm} ({self._driver.name}, {len(links)} worker(s))"
+        mixed = next((k.state.mixed for k in links if k.state.mixed), "")
+        self._mixed = ""
+        if mixed:
+            self._fence(mixed)
+        left_by = tuple({h for k in links for h in k.state.paused_by})
+        if not mixed:
+            self._desk.let_go(left_by)
+        self._desk.again()
+        log.info("%s: %s attached", self.name, first.model)
+
+    def _met(self, token: str, link: Link, hello: Hello) -> None:
+        with self._lock:
+            instance = self._tokens.get(token)
+            if instance is None:
+                link.close()
+                return
+            self._links[instance, hello.rank] = WorkerLink(link, hello, self._lost)
+            self._lock.notify_all()
+
+    def _complete(self) -> bool:
+        for i in range(self._driver.instances):
+            mine = [k.hello for (instance, _), k in self._links.items() if instance == i]
+            if not mine or len(mine) != mine[0].world:
+                return False
+        return True
+
+    def _lost(self, link: WorkerLink) -> None:
+        if link not in self._attached or self._closed.is_set():
+            return
+        log.error("vLLM's worker %d (pid %d) is gone: %s", link.hello.rank, link.hello.pid, link.lost)
+        with self._lock:
+            self._life = uuid.uuid4().hex  # whatever it was, it holds nothing that we know of
+            self._lock.notify_all()
+
+    def _watch(self) -> None:
+        """Attach again when vLLM is back. A worker that merely lost its session keeps what it holds."""
+        said = ""
+        while not self._closed.wait(_LOOK_S):
+            if all(not k.lost for k in self._attached):
+                continue
+            try:
+                if self._driver.alive(QUICK_S):
+                    self._attach()
+                    said = ""
+            except Exception as e:
+                if str(e) != said:
+                    log.warning("vLLM cannot be attached again yet: %s", e)
+                    said = str(e)
+
+    def _hellos(self) -> list[Hello]:
+        return [k.hello for k in self._attached]
+
+    def _note_pause(self, holders: tuple[str, ...]) -> None:
+        for link in self._attached:
+            link.post("paused_by", holders=list(holders))
+
+    def _each(self, do: str, timeout: float, **fields: Any) -> list[dict[str, Any]]:
+        return [link.call(do, timeout, **fields) for link in self._attached]
+
+    def _fence(self, reason: str) -> None:
+        self._mixed = self._mixed if self._mixed and not self._mixed.endswith("is being applied") else reason
+        have = self._driver.pause_modes
+        self._desk.pause("dirty", PauseMode.ABORT if PauseMode.ABORT in have else PauseMode.KEEP)
+
+    def close(self) -> None:
+        """Let the workers go; vLLM runs on with what it holds."""
+        self._closed.set()
+        for link in (*self._attached, *self._links.values()):
+            link.close()
+        self._listener.close()
+        self._desk.close()
+        self._driver.close()

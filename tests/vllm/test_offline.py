@@ -1,0 +1,111 @@
+"""The offline ``LLM`` in a program of one's own: its core in a process of its own, and in this one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.inference_agent.server import Server
+from weightplane.inference_agent.agent import InferenceAgent
+from weightplane.trainer_agent import Publisher, SafetensorsSource
+
+from .models import ENVIRONMENT, PROMPTS, TOKENS
+
+Golden = dict[str, list[list[int]]]
+
+
+class Program:
+    """What a user writes: an ``LLM`` and an agent; ``publish`` as the trainer of the same program would."""
+
+    def __init__(self, model: Path, plane: Server, group: str, **options: Any) -> None:
+        from vllm import LLM
+
+        from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
+        from weightplane.inference_agent.engines.vllm.offline import OfflineDriver
+
+        self.llm = LLM(
+            model=str(model),
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=8,
+            skip_tokenizer_init=True,
+            kv_cache_memory_bytes=64 << 20,
+            weight_transfer_config={"backend": "weightplane"},
+            **options,
+        )
+        self.plane, self.group, self.step = plane, group, 0
+        self.driver = OfflineDriver(self.llm)
+        self.engine = VllmEngine(self.driver, start_timeout_s=60)
+        self.agent = InferenceAgent(plane.address, group, "a", self.engine).start()
+        assert self.agent.wait_live(20)
+
+    def generate(self, prompts: list[list[int]], tokens: int = TOKENS) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        given: Any = [{"prompt_token_ids": p} for p in prompts]
+        return [list(o.outputs[0].token_ids) for o in self.llm.generate(given, sampling, use_tqdm=False)]
+
+    def publish(self, checkpoint: Path, **options: Any) -> Any:
+        self.step += 1
+        with Publisher(self.plane.address, self.group, SafetensorsSource(checkpoint), takeover=True, **options) as p:
+            return p.publish(step=self.step)
+
+    def close(self) -> None:
+        self.agent.stop()
+        self.engine.close()
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module", params=["own process", "this process"])
+def program(
+    request: pytest.FixtureRequest, golden: object, folders: dict[str, Path], plane: Server
+) -> Iterator[Program]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+        inside = request.param == "this process"
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if inside else "1")
+        made = Program(folders["A"], plane, "offline-in" if inside else "offline", dtype="float32")
+        yield made
+        made.close()
+
+
+def test_weights_go_there_and_back(program: Program, folders: dict[str, Path], golden: Golden) -> None:
+    """A -> B -> A -> B between calls of ``generate``, staged and in place."""
+    assert program.generate(PROMPTS) == golden["A"]
+    for target, mode in (("B", "staged"), ("A", "in_place"), ("B", "in_place"), ("A", "staged")):
+        receipt = program.publish(folders[target], mode=mode)
+        assert {(r.state, r.mode) for r in receipt.replicas} == {("READY", mode.upper())}
+        assert program.generate(PROMPTS) == golden[target]
+        assert program.llm.get_weight_version() == str(receipt.version)
+
+
+def test_generate_on_another_thread_is_kept(program: Program, folders: dict[str, Path], golden: Golden) -> None:
+    """A call of ``generate`` that is under way stands still, and goes on with the new weights."""
+    program.publish(folders["A"])
+    made: list[list[list[int]]] = []
+    running = threading.Event()
+    step = program.llm.llm_engine.step
+
+    def told() -> Any:
+        outputs = step()
+        running.set()
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program.llm.llm_engine, "step", told)
+        thread = threading.Thread(target=lambda: made.append(program.generate([PROMPTS[0]], 480)))
+        with Publisher(program.plane.address, program.group, SafetensorsSource(folders["B"]), takeover=True) as p:
+            thread.start()
+            assert running.wait(60)
+            receipt = p.publish(step=1)
+        thread.join(120)
+    assert {r.state for r in receipt.replicas} == {"READY"}
+    assert len(made[0][0]) == 480
+    assert program.generate(PROMPTS) == golden["B"]
