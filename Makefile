@@ -18,7 +18,7 @@ TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf '%s' '$(TORCH)' | cksum
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # `make proto test` means in that order
-.PHONY: help venv proto proto-check proto-baseline lint format test test-vllm demo bench clean
+.PHONY: help venv proto proto-check proto-baseline lint format test test-vllm demo demo-vllm bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ test-vllm: $(VLLM_VENV)/.stamp ## run the tests of the vLLM adapter with a real 
 
 demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; leaves demo-report/
 	$(VENV)/bin/weightplane demo $(ARGS)
+
+demo-vllm: $(VLLM_VENV)/.stamp ## the same with two real vLLM servers on CPU; leaves demo-report/
+	$(VLLM_VENV)/bin/weightplane demo --engine vllm $(ARGS)
 
 bench: $(VENV)/.stamp $(VENV)/.nixl ## run the benchmarks; results under .bench/
 	@mkdir -p .bench
