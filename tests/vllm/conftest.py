@@ -28,9 +28,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints: A and B; TA and TB with tied embeddings."""
+    """Checkpoints A and B, of float32; T…: with tied embeddings; …16: in bfloat16; M…: with experts."""
     base = tmp_path_factory.mktemp("models")
-    return {n: make_model(base / n, seed, tie=n[0] == "T") for seed, n in enumerate(("A", "B", "TA", "TB"))}
+    names = ("A", "B", "TA", "TB", "A16", "B16", "TA16", "TB16", "MA", "MB")
+    return {
+        n: make_model(
+            base / n,
+            seed,
+            tie=n[0] == "T",
+            dtype="bfloat16" if n.endswith("16") else "float32",
+            experts=4 if n[0] == "M" else 0,
+        )
+        for seed, n in enumerate(names)
+    }
 
 
 @pytest.fixture(scope="session")

@@ -19,14 +19,29 @@ ENVIRONMENT = {
 }
 
 
-def make_model(folder: Path, seed: int, tie: bool = False) -> Path:
-    """A checkpoint of 0.5 million float32 parameters, with a tokenizer of numbered words."""
+def make_model(folder: Path, seed: int, *, tie: bool = False, dtype: str = "float32", experts: int = 0) -> Path:
+    """A checkpoint of 0.5 million parameters (more with experts), with a tokenizer of numbered words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-not-found, unused-ignore]
-    from transformers import Qwen2Config, Qwen2ForCausalLM  # type: ignore[import-not-found, unused-ignore]
+    from transformers import (  # type: ignore[import-not-found, unused-ignore]
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+    )
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    kind, model, more = Qwen2Config, Qwen2ForCausalLM, {}
+    if experts:
+        kind, model = Qwen2MoeConfig, Qwen2MoeForCausalLM
+        more = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+        }
+    config = kind(
+        **more,
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
@@ -40,7 +55,7 @@ def make_model(folder: Path, seed: int, tie: bool = False) -> Path:
         pad_token_id=0,
         initializer_range=0.2,
     )
-    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    model(config).to(getattr(torch, dtype)).save_pretrained(folder)
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"t{i}": i for i in range(3, 512)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -60,12 +75,17 @@ def goldens(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
     return found
 
 
+def dtype_of(folder: str | Path) -> str:
+    """What a checkpoint is in."""
+    return str(json.loads((Path(folder) / "config.json").read_text())["dtype"])
+
+
 def _generate(folder: str) -> list[list[int]]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=folder,
-        dtype="float32",
+        dtype=dtype_of(folder),
         enforce_eager=True,
         max_model_len=512,
         max_num_seqs=8,

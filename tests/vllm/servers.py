@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .models import ENVIRONMENT, PROMPTS, TOKENS
+from .models import ENVIRONMENT, PROMPTS, TOKENS, dtype_of
 
 START_S = 240.0
 
@@ -28,8 +28,16 @@ def free_port() -> int:
 class VllmServer:
     """``vllm`` as its users start it, on one core. ``start`` waits until it is healthy; it may be started again."""
 
-    def __init__(self, model: Path, log: Path, core: int = 0, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        core: int | str = 0,
+        environment: dict[str, str] | None = None,
+        options: dict[str, str] | None = None,
+    ) -> None:
         self.model, self.log, self.core = model, log, core
+        self.options = options or {}
         self.environment = environment or {}
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -47,13 +55,14 @@ class VllmServer:
         options = {
             "--model": str(self.model),
             "--served-model-name": "m",
-            "--dtype": "float32",
+            "--dtype": dtype_of(self.model),
             "--max-model-len": "512",
             "--max-num-seqs": "8",
             "--kv-cache-memory-bytes": str(64 << 20),
             "--host": "127.0.0.1",
             "--port": str(self.port),
             "--weight-transfer-config": json.dumps({"backend": "weightplane"}),
+            **self.options,
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         with self.log.open("ab") as out:

@@ -44,7 +44,7 @@ class Program:
         return AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(model),
-                dtype="float32",
+                dtype="bfloat16",
                 enforce_eager=True,
                 max_model_len=512,
                 max_num_seqs=8,
@@ -78,7 +78,7 @@ class Program:
 
 @pytest.fixture(scope="module")
 def program(golden: object, folders: dict[str, Path], plane: Server) -> Iterator[Program]:
-    made = Program(folders["A"], plane)
+    made = Program(folders["A16"], plane)
     yield made
     made.close()
 
@@ -86,11 +86,11 @@ def program(golden: object, folders: dict[str, Path], plane: Server) -> Iterator
 def test_weights_change_while_it_generates(
     program: Program, plane: Server, folders: dict[str, Path], golden: Golden
 ) -> None:
-    """A -> B -> A; a request in flight keeps its prefix and goes on with the new weights."""
-    assert program.all_tokens() == golden["A"]
-    for step, target in enumerate(("B", "A")):
+    """bfloat16. A -> B -> A; a request in flight keeps its prefix and goes on with the new weights."""
+    assert program.all_tokens() == golden["A16"]
+    for step, target in enumerate(("B16", "A16")):
         made: list[int] = []
-        old = golden["A" if target == "B" else "B"][0]
+        old = golden["A16" if target == "B16" else "B16"][0]
         flight = asyncio.run_coroutine_threadsafe(program.generate(PROMPTS[0], 450, made), program.loop)
         eventually(lambda m=made: len(m) > TOKENS, 30, "tokens come")  # type: ignore[misc]
         with Publisher(plane.address, "async", SafetensorsSource(folders[target]), takeover=True) as publisher:

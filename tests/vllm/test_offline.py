@@ -13,7 +13,7 @@ from tests.inference_agent.server import Server
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.trainer_agent import Publisher, SafetensorsSource
 
-from .models import ENVIRONMENT, PROMPTS, TOKENS
+from .models import ENVIRONMENT, PROMPTS, TOKENS, dtype_of
 
 Golden = dict[str, list[list[int]]]
 
@@ -35,8 +35,10 @@ class Program:
             skip_tokenizer_init=True,
             kv_cache_memory_bytes=64 << 20,
             weight_transfer_config={"backend": "weightplane"},
+            dtype=dtype_of(model),
             **options,
         )
+        self.first, self.other = (n if "TA16" not in str(model) else f"T{n}16" for n in "AB")
         self.plane, self.group, self.step = plane, group, 0
         self.driver = OfflineDriver(self.llm)
         self.engine = VllmEngine(self.driver, start_timeout_s=60)
@@ -71,15 +73,16 @@ def program(
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
         inside = request.param == "this process"
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if inside else "1")
-        made = Program(folders["A"], plane, "offline-in" if inside else "offline", dtype="float32")
+        made = Program(folders["A" if inside else "TA16"], plane, "offline-in" if inside else "offline")
         yield made
         made.close()
 
 
 def test_weights_go_there_and_back(program: Program, folders: dict[str, Path], golden: Golden) -> None:
-    """A -> B -> A -> B between calls of ``generate``, staged and in place."""
-    assert program.generate(PROMPTS) == golden["A"]
-    for target, mode in (("B", "staged"), ("A", "in_place"), ("B", "in_place"), ("A", "staged")):
+    """A -> B -> A -> B between calls of ``generate``, staged and in place; tied in bfloat16, untied in float32."""
+    a, b = program.first, program.other
+    assert program.generate(PROMPTS) == golden[a]
+    for target, mode in ((b, "staged"), (a, "in_place"), (b, "in_place"), (a, "staged")):
         receipt = program.publish(folders[target], mode=mode)
         assert {(r.state, r.mode) for r in receipt.replicas} == {("READY", mode.upper())}
         assert program.generate(PROMPTS) == golden[target]
@@ -88,7 +91,7 @@ def test_weights_go_there_and_back(program: Program, folders: dict[str, Path], g
 
 def test_generate_on_another_thread_is_kept(program: Program, folders: dict[str, Path], golden: Golden) -> None:
     """A call of ``generate`` that is under way stands still, and goes on with the new weights."""
-    program.publish(folders["A"])
+    program.publish(folders[program.first])
     made: list[list[list[int]]] = []
     running = threading.Event()
     step = program.llm.llm_engine.step
@@ -101,11 +104,13 @@ def test_generate_on_another_thread_is_kept(program: Program, folders: dict[str,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program.llm.llm_engine, "step", told)
         thread = threading.Thread(target=lambda: made.append(program.generate([PROMPTS[0]], 480)))
-        with Publisher(program.plane.address, program.group, SafetensorsSource(folders["B"]), takeover=True) as p:
+        with Publisher(
+            program.plane.address, program.group, SafetensorsSource(folders[program.other]), takeover=True
+        ) as p:
             thread.start()
             assert running.wait(60)
             receipt = p.publish(step=1)
         thread.join(120)
     assert {r.state for r in receipt.replicas} == {"READY"}
     assert len(made[0][0]) == 480
-    assert program.generate(PROMPTS) == golden["B"]
+    assert program.generate(PROMPTS) == golden[program.other]

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from weightplane.controlplane import failpoints
 
 from .restoring import restore
-from .surveying import Key, Survey
+from .surveying import Key, Survey, cpu_experts
 
 __all__ = ["LoadFailed", "load"]
 
@@ -79,12 +79,13 @@ def load(
     device: torch.device,
     weights: Iterable[tuple[str, torch.Tensor]],
     found: Survey,
+    failpoint: str = "vllm.load.inside",
 ) -> int:
     """Load ``weights`` (the names that the survey took) into the live model; the elements written.
 
     Whatever it raises, the live tensors are back in place; they then hold new layers beside old ones.
     """
-    counter, given = _Counter(), _Given(weights)
+    counter, given = _Counter(), _Given(weights, failpoint)
     try:
         restore(model)  # a load that somebody else left half done must not be counted in
         with torch.device(device):
@@ -93,6 +94,8 @@ def load(
             model.load_weights(given)  # type: ignore[operator]
             layerwise.finalize_layerwise_reload(model, model_config)
         _repack_tied(model, found)
+        if device.type == "cpu":
+            _repack_experts(model)
         _check_written(model, counter, found)
     except LoadFailed:
         restore(model)
@@ -114,8 +117,8 @@ def load(
 class _Given:
     """Hands the weights to vLLM and remembers which it works on, for whoever asks what failed."""
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._weights = iter(weights)
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], failpoint: str) -> None:
+        self._weights, self._failpoint = iter(weights), failpoint
         self.current = ""
         self.source_failed = False
 
@@ -129,7 +132,7 @@ class _Given:
                 self.source_failed = True
                 raise
             self.current = name
-            failpoints.hit("vllm.load.inside")
+            failpoints.hit(self._failpoint)
             yield name, tensor
 
 
@@ -153,3 +156,18 @@ def _repack_tied(model: nn.Module, found: Survey) -> None:
         layer = model.get_submodule(name)
         if hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
+
+
+def _repack_experts(model: nn.Module) -> None:
+    """On CPU vLLM packs experts for its kernel at start-up only: a reload leaves them plain, which computes nonsense.
+
+    The packed values go into the live tensors' own memory.
+    """
+    for layer, experts in cpu_experts(model):
+        live = {n: p for n, p in layer._parameters.items() if p is not None}
+        experts.process_weights_after_loading(layer)
+        for name, param in live.items():
+            packed = layer._parameters[name]
+            if packed is not None and packed is not param:
+                param.data.copy_(packed.data)
+                layer._parameters[name] = param

@@ -23,7 +23,7 @@ from weightplane.transports.dtypes import dtype_of
 
 from .restoring import restore
 
-__all__ = ["Key", "Survey", "checkpoint_bytes", "survey"]
+__all__ = ["Key", "Survey", "checkpoint_bytes", "cpu_experts", "survey"]
 
 _MOST_BAD = 25  # names whose loader refused them, after which the survey ends
 #: What some checkpoints hold and every loader drops: tables that the model computes itself.
@@ -79,6 +79,8 @@ def survey(model: nn.Module, manifest: Manifest, device: torch.device, quantized
     _check_complete(model, homes, recorder, sizes, quantized, out)
     _check_names(manifest, recorder, out)
     _check_tied(manifest, homes, recorder, out)
+    if device.type == "cpu":
+        _check_padded_experts(model, out)
     return out
 
 
@@ -279,3 +281,24 @@ def _check_tied(manifest: Manifest, homes: dict[Key, int], recorder: _Recorder, 
             first, second = list(by_root.values())[:2]
             text = f"{first!r} and {second!r} are one tensor in the engine (tied), the manifest sends two"
             out.problem(ProblemKind.DUPLICATE, second, f"{text}: declare one as alias_of the other")
+
+
+def cpu_experts(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Layers of unquantised experts that vLLM's CPU kernel packs, with what packs them."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if experts is not None and hasattr(experts, "_pad_moe_intermediate"):
+            yield layer, experts
+
+
+def _check_padded_experts(model: nn.Module, out: Survey) -> None:
+    """A size that the kernel pads cannot be loaded again: vLLM copies the plain weights over the padded ones."""
+    names = {id(layer): name for name, layer in model.named_modules()}
+    for layer, experts in cpu_experts(model):
+        size = experts.moe_config.intermediate_size_per_partition
+        padded = experts._padded_intermediate_size(experts.moe_config)
+        if size != padded:
+            name = f"{names[id(layer)]}.w13_weight"
+            text = f"{name}: vLLM's CPU kernel pads its {size} rows per worker to {padded}, and cannot reload it then"
+            out.problem(ProblemKind.SHAPE, name, f"{text}: use a moe_intermediate_size that needs no padding")

@@ -400,7 +400,8 @@ class WorkerReplica:
         model, config = self._model()
         start = time.monotonic()
         try:
-            written = load(model, config, self._device, weights, self._surveys[u.manifest.id])
+            where = "vllm.load.inside" if u.stream is None else "vllm.stream.inside"
+            written = load(model, config, self._device, weights, self._surveys[u.manifest.id], where)
             u.outcome = {"error": "", "tensors": [], "elements": written, "load_s": time.monotonic() - start}
         except Exception as e:
             names = list(getattr(e, "tensors", ()))

@@ -1,0 +1,57 @@
+"""What a fresh vLLM that never heard of Weightplane makes of given prompts, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .models import ENVIRONMENT
+
+Case = tuple[str, list[int], int]
+"""Checkpoint, prompt, how many tokens."""
+
+
+def fresh(cases: list[tuple[Path, list[int], int]]) -> list[list[int]]:
+    """Greedy tokens of each case; an engine per checkpoint, the cache emptied before each prompt."""
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.fresh"],
+        env=environment,
+        input=json.dumps([(str(f), p, n) for f, p, n in cases]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=400,
+    )
+    found: list[list[int]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _main(cases: list[Case]) -> list[list[int]]:
+    from vllm import LLM, SamplingParams
+
+    out: dict[int, list[int]] = {}
+    for folder in sorted({c[0] for c in cases}):
+        llm = LLM(
+            model=folder,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=8,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=64 << 20,
+        )
+        for i, (_, prompt, n) in ((i, c) for i, c in enumerate(cases) if c[0] == folder):
+            sampling = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            prompts: Any = [{"prompt_token_ids": prompt}]
+            out[i] = list(llm.generate(prompts, sampling, use_tqdm=False)[0].outputs[0].token_ids)
+    return [out[i] for i in range(len(cases))]
+
+
+if __name__ == "__main__":
+    print(json.dumps(_main([(f, p, n) for f, p, n in json.load(sys.stdin)])))
