@@ -432,6 +432,11 @@ def test_ids_are_offered_until_they_are_used_and_used_once(cluster: Callable[...
     with pytest.raises(TransportError, match="unique id was used before"):
         c.transports["r0"].open_receiver(spec, "r0")
     c.transports["r0"].open_receiver(c.spec(offers=spec.offers, ordinal=1), "r0").close()
+    left = list(c.transports["s0"].offer("s0").nccl.unique_ids)
+    waits = c.transports["s0"].open_sender(c.spec(offers=c.spec().offers), "s0")
+    assert list(c.transports["s0"].offer("s0").nccl.unique_ids) == left, "it is bound, and may be used yet"
+    waits.close()
+    assert left[0] not in c.transports["s0"].offer("s0").nccl.unique_ids, "others may have used it, and wait no more"
 
 
 def test_out_of_order_unarmed_and_ill_cut_buckets_are_refused_and_harmless(cluster: Callable[..., Cluster]) -> None:

@@ -56,7 +56,7 @@ class VllmServer:
             "--model": str(self.model),
             "--served-model-name": "m",
             "--dtype": dtype_of(self.model),
-            "--max-model-len": "512",
+            "--max-model-len": "2048",
             "--max-num-seqs": "8",
             "--kv-cache-memory-bytes": str(64 << 20),
             "--host": "127.0.0.1",
@@ -90,6 +90,21 @@ class VllmServer:
 
     def start(self) -> VllmServer:
         return self.launch().wait_healthy()
+
+    def worker_pid(self) -> int:
+        """A process that holds the model: vLLM names them."""
+        assert self.process is not None
+        found, look = {}, [self.process.pid]
+        while look:
+            pid = look.pop()
+            found[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                look += map(int, (task / "children").read_text().split())
+        for part in ("Worker", "Engine"):
+            for pid, name in found.items():
+                if part in name:
+                    return pid
+        raise AssertionError(f"no worker among {found}")
 
     def kill(self) -> None:
         """SIGKILL to the server and everything that it started."""

@@ -10,7 +10,7 @@ from weightplane.trainer_agent import Publisher, SafetensorsSource
 from weightplane.transports import registry
 
 
-def main(address: str, group: str, checkpoint: str) -> None:
+def main(address: str, group: str, checkpoint: str, mode: str = "staged") -> None:
     transport = registry.get("shm")
     open_sender = transport.open_sender
 
@@ -31,7 +31,7 @@ def main(address: str, group: str, checkpoint: str) -> None:
     setattr(transport, "open_sender", opened)  # noqa: B010
     source = SafetensorsSource(checkpoint)
     with Publisher(address, group, source, takeover=True, transport="shm", bucket_bytes=1 << 16) as publisher:
-        publisher.publish(step=1000)
+        publisher.publish(step=1000, mode=mode)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def one(
     golden: object, folders: dict[str, Path], plane: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     logs = tmp_path_factory.mktemp("one")
-    failpoint = {"WEIGHTPLANE_FAILPOINTS": f"vllm.load.inside=raise@{FAILS_AT}"}
+    failpoint = {"WEIGHTPLANE_FAILPOINTS": f"vllm.load.inside=raise@{FAILS_AT};vllm.stream.inside=raise@{TENSORS + 20}"}
     server = VllmServer(folders["TA"], logs / "a.log", environment=failpoint).start()
     with Fleet("one", plane, {"a": server}, logs) as fleet:
         yield fleet
@@ -63,6 +63,59 @@ def test_a_load_that_fails_is_fenced_and_named_and_the_next_heals(
     receipt = one.publish(folders["TB"])
     assert {r.state for r in receipt.replicas} == {"READY"}
     assert one.tokens("a") == golden["TB"] and one.servers["a"].label() == str(receipt.version)
+    one.publish(folders["TA"])
+    assert one.tokens("a") == golden["TA"]
+
+
+def fenced(one: Fleet) -> None:
+    assert one.weights("a") == ("DIRTY", 0)
+    with pytest.raises((TimeoutError, urllib.error.URLError)):
+        one.servers["a"].generate([1, 7], 4, timeout=3)
+
+
+def test_in_place_a_load_that_fails_is_no_commit(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """Traps 5, 6, 7: finish fails, naming tensor and replica; the engine lives, fenced; the next is exact, in place."""
+    assert {r.state for r in one.publish(folders["TB"], mode="in_place").replicas} == {"READY"}
+    assert one.tokens("a") == golden["TB"]
+    pid = one.servers["a"].process
+    with pytest.raises(UpdateFailed) as failed:
+        one.publish(folders["TA"], mode="in_place")
+    failure = failed.value.failures["a"]
+    assert "vllm.stream.inside" in failure.message and len(failure.tensors) == 1
+    assert failure.tensors[0] in tensors_of(folders["TA"]) and failure.tensors[0] in failure.message
+    eventually(lambda: one.weights("a") == ("DIRTY", 0), 10, "DIRTY")
+    fenced(one)
+    receipt = one.publish(folders["TA"], mode="in_place")
+    assert {r.state for r in receipt.replicas} == {"READY"} and one.servers["a"].process is pid
+    assert one.tokens("a") == golden["TA"] and one.servers["a"].label() == str(receipt.version)
+
+
+def test_vllms_own_clients_are_refused_by_name(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """``is_checkpoint_format=False`` and other payloads of vLLM's own weight sync: an error, and nothing is harmed."""
+    one.publish(folders["TB"])
+    server = one.servers["a"]
+    for info in ({"names": ["x"], "is_checkpoint_format": False}, {"do": "patch"}):
+        server.post("/start_weight_update")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.post("/update_weights", {"update_info": info})
+        assert refused.value.code in (400, 500)
+    for path in ("/finish_weight_update",):
+        with pytest.raises(urllib.error.HTTPError):
+            server.post(path, {"weight_version": None})
+    assert one.tokens("a") == golden["TB"]
+    one.publish(folders["TA"])
+    assert one.tokens("a") == golden["TA"]
+
+
+def test_who_sleeps_takes_no_update(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """Trap 13: refused by name before the first byte, staged and in place; awake again it takes the next."""
+    before = one.publish(folders["TB"])
+    one.servers["a"].post("/sleep?level=1")
+    for mode in ("staged", "in_place"):
+        with pytest.raises(UpdateFailed, match="asleep"):
+            one.publish(folders["TA"], mode=mode)
+    assert one.weights("a") == ("READY", before.version)
+    one.servers["a"].post("/wake_up")
     one.publish(folders["TA"])
     assert one.tokens("a") == golden["TA"]
 

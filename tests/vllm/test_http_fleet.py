@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.inference_agent.server import eventually
-from weightplane.trainer_agent import UpdateFailed
+from weightplane.trainer_agent import PublishError, UpdateFailed
 
 from .fleet import Fleet, tensors_of
 
@@ -68,7 +71,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
 
 def test_requests_in_flight_keep_their_prefix(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
     """Traps 8, 9: what was made stays, the rest is what the new weights make of it; nothing is dropped or stale."""
-    prompt, total = [1, 10, 20, 30], 450
+    prompt, total = [1, 10, 20, 30], 1500
     pair.publish(folders["A"])
     old = pair.servers["a"].generate(prompt, total)
     made: dict[str, list[int]] = {n: [] for n in pair.servers}
@@ -94,25 +97,75 @@ def test_requests_in_flight_keep_their_prefix(pair: Fleet, folders: dict[str, Pa
         assert pair.tokens(name) == golden["B"]
 
 
-def test_a_trainer_killed_in_the_middle_costs_nothing(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
-    """SIGKILL while bytes land: requests are answered all along, by the old weights; the next publish is exact."""
-    before = pair.publish(folders["A"])
-    command = [sys.executable, "-m", "tests.vllm.stuck_trainer", pair.plane.address, pair.group, str(folders["B"])]
+@contextmanager
+def stuck(pair: Fleet, checkpoint: Path, mode: str) -> Iterator[subprocess.Popen[str]]:
+    """A trainer in the middle of sending, which never goes on."""
+    command = [sys.executable, "-m", "tests.vllm.stuck_trainer", pair.plane.address, pair.group, str(checkpoint), mode]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert trainer.stdout is not None and trainer.stdout.readline().strip() == "sending"
-        assert pair.servers["a"].generate([1, 7], 4) == golden["A"][1][:4], "generation stood still while bytes came"
-        os.kill(trainer.pid, signal.SIGKILL)
-        killed = time.monotonic()
+        yield trainer
     finally:
         trainer.kill()
         trainer.wait(10)
-    eventually(lambda: ended(pair), 8, "the update ends")
+
+
+def aborted(pair: Fleet) -> float:
+    """When the update was seen to be over."""
+    eventually(lambda: ended(pair), 10, "the update ends")
+    return time.monotonic()
+
+
+def test_a_trainer_killed_in_the_middle_costs_nothing(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """SIGKILL while bytes land: requests are answered all along, by the old weights; the next publish is exact."""
+    before = pair.publish(folders["A"])
+    with stuck(pair, folders["B"], "staged") as trainer:
+        assert pair.servers["a"].generate([1, 7], 4) == golden["A"][1][:4], "generation stood still while bytes came"
+        os.kill(trainer.pid, signal.SIGKILL)
+        at = aborted(pair)
     for name, server in pair.servers.items():
         assert server.generate([1, 7], 4, timeout=5) == golden["A"][1][:4]
+        assert time.monotonic() - at < 5
         eventually(lambda n=name: pair.weights(n) == ("READY", before.version), 10, f"{name} is READY")  # type: ignore[misc]
-    assert time.monotonic() - killed < 20
     pair.publish(folders["B"])
+    assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
+
+
+def test_in_place_a_killed_trainer_leaves_a_fence(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """SIGKILL while bytes are loaded: both are DIRTY and answer nobody; vLLM lives, and the next publish is exact."""
+    pair.publish(folders["A"])
+    pids = [s.process for s in pair.servers.values()]
+    with stuck(pair, folders["B"], "in_place") as trainer:
+        os.kill(trainer.pid, signal.SIGKILL)
+        aborted(pair)
+    for name, server in pair.servers.items():
+        eventually(lambda n=name: pair.weights(n) == ("DIRTY", 0), 5, f"{name} is DIRTY")  # type: ignore[misc]
+        server.get("/health")
+        with pytest.raises((TimeoutError, urllib.error.URLError)):
+            server.generate([1, 7], 4, timeout=2)
+    for target, mode in (("B", "in_place"), ("A", "staged")):
+        assert {r.state for r in pair.publish(folders[target], mode=mode).replicas} == {"READY"}
+        assert all(pair.tokens(n) == golden[target] for n in pair.servers)
+    assert pids == [s.process for s in pair.servers.values()]
+
+
+def test_a_stopped_worker_stops_nobody_else(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """Traps 10, 11: SIGSTOP of one vLLM worker. The update ends by its deadline, the other serves; then it heals."""
+    before = pair.publish(folders["A"])
+    pid = pair.servers["b"].worker_pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        with pytest.raises(PublishError):
+            pair.publish(folders["B"], update_timeout=8)
+        assert time.monotonic() - begin < 10
+        assert pair.tokens("a") == golden["A"]
+        eventually(lambda: pair.weights("a") == ("READY", before.version), 5, "a is READY")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: pair.there("b") and any(o for w in pair.replica("b").workers for o in w.offers), 60, "b is back")
+    receipt = pair.publish(folders["B"])
+    assert {r.replica_id: r.state for r in receipt.replicas} == {"a": "READY", "b": "READY"}
     assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
 
 

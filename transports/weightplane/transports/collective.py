@@ -331,6 +331,11 @@ class CollectiveChannel:
         except Exception as e:  # a device that is broken
             log.warning("channel %s of %r does not end: %s", self.spec.channel_id, self.member, e)
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called. Any thread."""
+        return self._closed
+
     def close(self) -> None:
         """See ``base``. A device that does not stop within seconds keeps the memory that it may still touch."""
         with self._lock:

@@ -6,24 +6,26 @@ are refused: that is what ``cuda_ipc`` is for. Engines that use NCCL themselves 
 
 Environment: NCCL's own (``NCCL_SOCKET_IFNAME``, ``NCCL_IB_HCA``, ``NCCL_DEBUG``…); nothing of it is set here.
 
-The channel's logic runs in CI over sockets and host memory (``tests/transports/test_nccl_logic.py``); with NCCL and on
-a card it was not run yet.
+The channel's logic is tested over sockets and host memory (``tests/transports/test_nccl_logic.py``); what ran on cards
+is in ``docs/performance.md``.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from .base import Capabilities, ChannelSpec, Probe, Transport, TransportError
 
 if TYPE_CHECKING:
     from weightplane.v1.transport_pb2 import Rendezvous
 
+    from .collective import CollectiveChannel
     from .collective_abc import Communicator, Runtime
     from .collective_connect import Connect
     from .collective_lanes import Lanes
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from .collective_send import CollectiveSendChannel
 
 __all__ = ["NcclTransport"]
+
+_C = TypeVar("_C", bound="CollectiveChannel")
 
 _IDS: Final = 4  # channels of one kind that can be bound together; each id costs rank 0 a thread and a socket till used
 
@@ -55,6 +59,7 @@ class NcclTransport(Transport):
         self._lock = threading.Lock()
         self._ids: list[bytes] = []
         self._used: set[tuple[bytes, str]] = set()
+        self._opened: list[tuple[bytes, weakref.ref[CollectiveChannel]]] = []
 
     def runtime(self) -> Runtime:
         """The library and the devices."""
@@ -89,8 +94,9 @@ class NcclTransport(Transport):
     def offer(self, member: str) -> Rendezvous:
         """The member's GPU (the calling thread's current one), its NCCL, and unique ids if others may need its own.
 
-        Ids are offered until they are used. Who is not named as the coordinator names members (``rank/0``,
-        ``replica/0``) may be the first sender of a channel, and mints ids too.
+        Ids are offered until they are used, or a channel that has one is closed here: others may have used it. Who is
+        not named as the coordinator names members (``rank/0``, ``replica/0``) may be the first sender of a channel, and
+        mints ids too.
         """
         from weightplane.v1.transport_pb2 import NcclRendezvous, Rendezvous
 
@@ -98,7 +104,10 @@ class NcclTransport(Transport):
         offered = NcclRendezvous(device_uuid=runtime.device_uuid(), version=runtime.version())
         if member == "rank/0" or "/" not in member:
             with self._lock:
-                self._ids = [i for i in self._ids if not any(used == i for used, _ in self._used)]
+                spent = {used for used, _ in self._used}
+                spent.update(i for i, ref in self._opened if (channel := ref()) is None or channel.closed)
+                self._opened = [(i, ref) for i, ref in self._opened if i not in spent]
+                self._ids = [i for i in self._ids if i not in spent]
                 while len(self._ids) < _IDS:
                     self._ids.append(runtime.mint())
                 offered.unique_ids.extend(self._ids)
@@ -109,14 +118,19 @@ class NcclTransport(Transport):
         from .collective_send import CollectiveSendChannel
 
         lanes, connect, tuning = self._open(spec, member, spec.senders)
-        return CollectiveSendChannel(spec, member, lanes, connect, tuning)
+        return self._noted(CollectiveSendChannel(spec, member, lanes, connect, tuning))
 
     def open_receiver(self, spec: ChannelSpec, member: str) -> CollectiveReceiveChannel:
         """See ``open_sender``."""
         from .collective_receive import CollectiveReceiveChannel
 
         lanes, connect, tuning = self._open(spec, member, spec.receivers)
-        return CollectiveReceiveChannel(spec, member, lanes, connect, tuning)
+        return self._noted(CollectiveReceiveChannel(spec, member, lanes, connect, tuning))
+
+    def _noted(self, channel: _C) -> _C:
+        with self._lock:
+            self._opened.append((_unique_id(channel.spec), weakref.ref(channel)))
+        return channel
 
     def _open(self, spec: ChannelSpec, member: str, side: tuple[str, ...]) -> tuple[Lanes, Connect, Tuning]:
         from .collective_lanes import Lanes

@@ -60,22 +60,13 @@ class UcxExporter(Exporter):
         return self._welcome
 
     def export(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> Entry:
-        """See ``Exporter``. Stretches that lie one behind the other become one chunk."""
-        regions: list[int] = []
-        offsets: list[int] = []
-        sizes: list[int] = []
+        """See ``Exporter``. A chunk is a stretch of a region."""
         try:
-            for region, offset, n in self._regions.cover(spans):
-                if regions and regions[-1] == region.id and offsets[-1] + sizes[-1] == offset:
-                    sizes[-1] += n
-                else:
-                    regions.append(region.id)
-                    offsets.append(offset)
-                    sizes.append(n)
+            found = self._regions.cover(spans)
         except UcxError as e:
             text = f"bucket {bucket.index}: {e} (locked memory: ulimit -l)"
             raise TransportError(text, bucket=bucket.index) from e
-        return Entry(tuple(regions), tuple(offsets), tuple(sizes))
+        return Entry(tuple(r.id for r, _, _ in found), tuple(at for _, at, _ in found), tuple(n for _, _, n in found))
 
     def region(self, region: int) -> PullRegion:
         """See ``Exporter``."""

@@ -82,8 +82,9 @@ class Regions:
         return iter(self._by_id.values())
 
     def cover(self, spans: Sequence[torch.Tensor]) -> list[tuple[Region, int, int]]:
-        """Region, offset and bytes of each span that has any; registers what is not, in one go.
+        """Region, offset and bytes of what the spans cover, in order; registers what is not, in one go.
 
+        What follows upon the span before in memory is one stretch with it: each costs UCX some ten microseconds.
         ``ValueError`` names a span that is none; ``UcxError`` if memory cannot be registered.
         """
         found: list[tuple[Region, int, int]] = []
@@ -98,7 +99,11 @@ class Regions:
                 at = span.data_ptr()
                 if last is None or not last[1] <= at < last[2]:
                     last = self._region(span, new)
-                found.append((last[0], at - last[0].address, n))
+                offset = at - last[0].address
+                if found and found[-1][0] is last[0] and found[-1][1] + found[-1][2] == offset:
+                    found[-1] = last[0], found[-1][1], found[-1][2] + n
+                else:
+                    found.append((last[0], offset, n))
             with on_device(spans[0].device if new else None):
                 self._agent.register([r.memory for r in new])
         except BaseException:
