@@ -15,6 +15,11 @@ PAUSES = (PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT)
 LONG = 1e9
 
 
+def offer(transport: str) -> Offer:
+    """As the transport's members make it."""
+    return Offer(transport, collective=transport == "nccl")
+
+
 class Group:
     """A group under test, with its clock. ``do`` takes an event; ``last`` holds the effects of that step."""
 
@@ -23,7 +28,7 @@ class Group:
         replicas: int = 2,
         ranks: int = 1,
         modes: tuple[tuple[Mode, ...], ...] = ((Mode.STAGED,),),
-        reach: tuple[tuple[str, str], ...] = (("shm", "shm"),),
+        reach: tuple[tuple[str, ...], ...] = (("shm", "shm"),),
     ):
         """``modes`` and ``reach`` (the transport that each of the two workers offers) are dealt to the replicas."""
         self.s = model.GroupState("g", "cluster", 1)
@@ -81,7 +86,7 @@ class Group:
         return self.s.replicas[rid].incarnation
 
     def hello(self, rid: str, incarnation: str = "", session: int = 0) -> None:
-        workers = tuple(model.Worker(i, "h", "", (Offer(t),)) for i, t in enumerate(self.reach[rid]))
+        workers = tuple(model.Worker(i, "h", "", (offer(t),)) for i, t in enumerate(self.reach[rid]))
         said = model.Replica(rid, incarnation or f"{rid}#1", workers=workers, modes=self.modes[rid], pause_modes=PAUSES)
         self.n += 1
         self.do(events.ReplicaHello(session or self.n, said))
@@ -120,7 +125,7 @@ class Group:
             "lineage": "l",
             "seed": trainer.encode().ljust(32),
             "host_id": "h",
-            "offers": tuple(Offer(t) for t in sorted({t for both in self.reach.values() for t in both})),
+            "offers": tuple(offer(t) for t in sorted({t for both in self.reach.values() for t in both})),
             "generation": 0,
         }
         calls = [self.call(events.InitTransfer, rank=r, **{**usual, **fields}) for r in range(self.ranks)]

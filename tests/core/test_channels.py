@@ -260,3 +260,56 @@ def test_a_worker_that_was_never_bound_asks_for_a_rebind_and_breaks_nothing() ->
     more = (*r.workers, replace(r.workers[0], index=2))
     g.do(events.ReplicaHello(99, replace(r, workers=more)))
     assert g.failure(g.start()) is Reason.REBIND_REQUIRED
+
+
+# --- channels whose members all act together
+
+
+def together(g: Group) -> list[tuple[str, ...]]:
+    """The receivers of each collective channel."""
+    return [c.receivers for c in g.s.trainer.channels if c.collective]  # type: ignore[union-attr]
+
+
+def test_rule_3_a_collective_has_no_member_that_takes_no_part_in_the_update() -> None:
+    g = Group(replicas=3, reach=(("nccl",), ("nccl",), ("shm",))).fleet()
+    assert together(g) == [("r0/0", "r1/0")]
+    call = g.start(exclude=("r1",))
+    assert g.failure(call) is Reason.REBIND_REQUIRED
+    text = str(g.replies[call].failure)
+    assert "all members of a channel of nccl act together, and r1" in text and "the trainer left it out" in text
+    g.init(generation=1, seed=b"again".ljust(32))
+    assert together(g) == [("r0/0",)]
+    (why,) = [c for c in g.s.trainer.choices if c.replica_id == "r1"]  # type: ignore[union-attr]
+    assert why.channel_id == "" and why.reason.endswith("takes part in updates: the last update went without it")
+    g.start(exclude=("r1",))
+    assert g.s.open is not None and set(g.s.open.parts) == {"r0", "r2"}
+
+
+def test_rule_3_who_was_left_out_of_a_collective_comes_back_by_a_rebind() -> None:
+    g = Group(replicas=2, reach=(("nccl",), ("nccl",))).fleet()
+    g.start(exclude=("r1",))
+    g.init(generation=1, seed=b"again".ljust(32))
+    assert needs_rebind(g.s, g.s.trainer, g.now)  # type: ignore[arg-type]
+    assert g.failure(g.start()) is Reason.REBIND_REQUIRED, "r1 is there, and bound to nothing"
+    g.init(generation=1, seed=b"third".ljust(32))
+    assert together(g) == [("r0/0", "r1/0")]
+    g.start()
+    assert g.s.open is not None and set(g.s.open.parts) == {"r0", "r1"}
+
+
+def test_rule_3_a_replica_that_may_not_join_is_not_taken_into_a_collective() -> None:
+    g = Group(replicas=2, reach=(("nccl",), ("nccl",)))
+    for rid in g.modes:
+        g.hello(rid)
+        g.report(rid)
+    g.do(events.Beat("r1", g.life("r1"), process=model.Process.STOPPED))
+    g.init()
+    assert together(g) == [("r0/0",)]
+    g.start()
+    assert g.s.open is not None and set(g.s.open.parts) == {"r0"}, "no update waits for it"
+
+
+def test_other_channels_may_have_members_that_take_no_part() -> None:
+    g = Group(replicas=2, reach=(("shm",), ("shm",))).fleet()
+    g.start(exclude=("r1",))
+    assert g.s.open is not None and set(g.s.open.parts) == {"r0"}

@@ -203,7 +203,7 @@ def _channel(m: transport_pb2.ChannelBinding) -> Channel:
         modes=(),
         bucket_bytes=m.bucket_bytes,
         offers={
-            member: Offer(o.transport, o.SerializeToString(), o.same_host, tuple(o.reaches))
+            member: Offer(o.transport, o.SerializeToString(), o.same_host, tuple(o.reaches), o.collective)
             for member, o in m.offers.items()
         },
         ordinal=m.ordinal,

@@ -35,10 +35,15 @@ class Rendezvous(_message.Message):
     ANY_FIELD_NUMBER: _builtins.int
     SAME_HOST_FIELD_NUMBER: _builtins.int
     REACHES_FIELD_NUMBER: _builtins.int
+    COLLECTIVE_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """Transport it is for: "shm", "grpc", "nccl", "cuda_ipc", "ucx", "external" or a third party's name."""
     same_host: _builtins.bool
     """Whether only members of this member's own host can use it (its address is a loopback one, say)."""
+    collective: _builtins.bool
+    """Whether all members of a channel act together, so that none of them can be left out: a replica that takes no part
+    in an update is in no such channel then, and coming or going needs another InitTransfer.
+    """
     @_builtins.property
     def shm(self) -> Global___ShmRendezvous:
         """For `shm`."""
@@ -84,10 +89,11 @@ class Rendezvous(_message.Message):
         any: _any_pb2.Any | None = ...,
         same_host: _builtins.bool = ...,
         reaches: _abc.Iterable[_builtins.str] | None = ...,
+        collective: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["any", b"any", "cuda_ipc", b"cuda_ipc", "data", b"data", "external", b"external", "grpc", b"grpc", "nccl", b"nccl", "shm", b"shm", "ucx", b"ucx"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any", b"any", "cuda_ipc", b"cuda_ipc", "data", b"data", "external", b"external", "grpc", b"grpc", "nccl", b"nccl", "reaches", b"reaches", "same_host", b"same_host", "shm", b"shm", "transport", b"transport", "ucx", b"ucx"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any", b"any", "collective", b"collective", "cuda_ipc", b"cuda_ipc", "data", b"data", "external", b"external", "grpc", b"grpc", "nccl", b"nccl", "reaches", b"reaches", "same_host", b"same_host", "shm", b"shm", "transport", b"transport", "ucx", b"ucx"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_data: _TypeAlias = _typing.Literal["shm", "grpc", "nccl", "cuda_ipc", "ucx", "external", "any"]  # noqa: Y015
     _WhichOneofArgType_data: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015

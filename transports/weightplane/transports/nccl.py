@@ -111,7 +111,7 @@ class NcclTransport(Transport):
                 while len(self._ids) < _IDS:
                     self._ids.append(runtime.mint())
                 offered.unique_ids.extend(self._ids)
-        return Rendezvous(transport=self.name, nccl=offered)
+        return Rendezvous(transport=self.name, nccl=offered, collective=True)
 
     def open_sender(self, spec: ChannelSpec, member: str) -> CollectiveSendChannel:
         """See ``Transport``. NCCL is not asked before the first bucket moves. ``TransportError``: it could not work."""

@@ -197,13 +197,14 @@ class Offer:
     """What a member offers for one transport: ``data`` is opaque here (a serialised ``Rendezvous``).
 
     ``same_host``: only members of its own host can use it. ``reaches``: the GPUs that the member can address, by UUID;
-    empty: any.
+    empty: any. ``collective``: all members of a channel act together.
     """
 
     transport: str
     data: bytes = b""
     same_host: bool = False
     reaches: tuple[str, ...] = ()
+    collective: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +308,11 @@ class Channel:
     offers: Mapping[str, Offer]
     ordinal: int = 0
 
+    @property
+    def collective(self) -> bool:
+        """Whether none of its members can be left out."""
+        return any(o.collective for o in self.offers.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -327,7 +333,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The holder of the group, or the last one (``closed``)."""
+    """The holder of the group, or the last one (``closed``).
+
+    ``without``: replicas that the last StartUpdate which asked for a rebind goes without.
+    """
 
     trainer_id: str
     incarnation: str
@@ -345,6 +354,7 @@ class Trainer:
     choices: tuple[Choice, ...] = ()
     placements: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     waiters: tuple[Waiter, ...] = ()
+    without: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

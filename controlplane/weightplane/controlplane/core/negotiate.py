@@ -182,18 +182,21 @@ def bind(
     bucket_bytes: int,
     old: Sequence[Channel],
     seed: bytes,
+    outside: Mapping[str, str] | None = None,
 ) -> tuple[tuple[Channel, ...], tuple[Choice, ...]]:
     """Bind every worker of every replica that can be reached whole to a channel, and say why of each.
 
     A channel whose members, offers and bucket size are unchanged is kept (same id, same key); every other gets an id
     and a secret derived from ``seed``, 32 secret random bytes used for one bind. ``bucket_bytes`` 0: as suits each.
+    ``outside``: replicas that take no part in updates now, and why: no collective channel takes them in.
     """
     senders = _Senders(tuple(ranks[r] for r in sorted(ranks)))
     seats: dict[tuple[str, tuple[Mode, ...]], list[tuple[Replica, Worker]]] = {}
     taken: dict[tuple[Mode, ...], dict[str, dict[str, str]]] = {}
     picked: list[tuple[Replica, list[Pick]]] = []
     for r in sorted(replicas, key=lambda r: r.replica_id):
-        picks = _seat(senders, r, forced, taken.setdefault(tuple(r.modes), {}))
+        why = (outside or {}).get(r.replica_id, "")
+        picks = _seat(senders, r, forced, taken.setdefault(tuple(r.modes), {}), why)
         picked.append((r, picks))
         if all(transport for transport, _, _ in picks):
             for worker, (transport, _, _) in zip(r.workers, picks, strict=True):
@@ -207,12 +210,17 @@ def bind(
     return tuple(channels), tuple(c for r, picks in picked for c in _choices(r, picks, by_member))
 
 
-def _seat(senders: _Senders, r: Replica, forced: str, taken: dict[str, dict[str, str]]) -> list[Pick]:
-    """A choice for each worker. The GPUs of a replica that can be reached whole are noted in ``taken``."""
+def _seat(senders: _Senders, r: Replica, forced: str, taken: dict[str, dict[str, str]], outside: str) -> list[Pick]:
+    """A choice for each worker. The GPUs of a replica that can be reached whole are noted in ``taken``.
+
+    ``outside``: why it takes no part now; then it is left unbound where a collective would take it.
+    """
     picks: list[Pick] = []
     claims: list[tuple[str, str]] = []
     for worker in r.workers:
         pick = _choose(senders, worker, forced, taken)
+        if outside and pick[0] and _collective(worker, pick[0]):
+            pick = "", f"{pick[0]} takes it in once it takes part in updates: {outside}", pick[2]
         picks.append(pick)
         if pick[0] in _DISTINCT_DEVICES and worker.device_uuid:
             taken.setdefault(pick[0], {})[worker.device_uuid] = f"{r.replica_id}/{worker.index}"
@@ -221,6 +229,11 @@ def _seat(senders: _Senders, r: Replica, forced: str, taken: dict[str, dict[str,
         for name, gpu in claims:
             del taken[name][gpu]
     return picks
+
+
+def _collective(worker: Worker, transport: str) -> bool:
+    offer = _offer(worker, transport)
+    return offer is not None and offer.collective
 
 
 def _channel(

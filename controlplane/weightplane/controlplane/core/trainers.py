@@ -154,7 +154,11 @@ def maybe_bind(tx: Tx) -> None:
     if {w.rank for w in t.waiters} != set(range(t.world_size)):
         return
     ready = [r for r in tx.state.replicas.values() if r.reported and r.liveness is not Liveness.LOST and r.workers]
-    channels, choices = negotiate.bind(t.ranks, ready, t.forced_transport, t.bucket_bytes, t.channels, t.seed)
+    from .members import may_join  # the two halves of one machine call each other
+
+    outside = dict.fromkeys(t.without, "the last update went without it")
+    outside.update((r.replica_id, why) for r in ready if (why := may_join(r, tx.now)))
+    channels, choices = negotiate.bind(t.ranks, ready, t.forced_transport, t.bucket_bytes, t.channels, t.seed, outside)
     tx.put_trainer(replace(t, channels=channels, choices=choices, waiters=()))
     for w in t.waiters:
         tx.reply(w.call_id)

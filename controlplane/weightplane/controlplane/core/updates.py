@@ -119,6 +119,8 @@ def begin(tx: Tx, e: StartUpdate) -> None:
     chosen, absent = _eligible(tx, options)
     failure = _begin_refusal(tx, t, options, chosen, absent)
     if failure is not None:
+        if failure.reason is Reason.REBIND_REQUIRED:
+            tx.put_trainer(replace(t, without=frozenset(s.replicas).difference(r.replica_id for r in chosen)))
         tx.reply(e.call_id, failure)
         tx.say(f"StartUpdate refused: {failure}")
         return
@@ -219,6 +221,15 @@ def _begin_refusal(
             f"replicas {unbound[:5]} are not bound to a channel of generation {t.generation}: call InitTransfer with it"
         )
         return Failure(Reason.REBIND_REQUIRED, message)
+    for c in t.channels:
+        strangers = {rid for rid, _ in c.replicas} - {r.replica_id for r in chosen}
+        if c.collective and strangers and len(strangers) < len(c.replicas):
+            said = dict(absent).get(min(strangers), "another life of it was bound")
+            message = (
+                f"all members of a channel of {c.transport} act together, and {min(strangers)} of {c.channel_id} takes "
+                f"no part ({said}): call InitTransfer with generation {t.generation}"
+            )
+            return Failure(Reason.REBIND_REQUIRED, message, min(strangers))
     placed = t.placements.get(o.manifest_id, {})
     missing = sorted(set(range(t.world_size)) - set(placed))
     if missing:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from weightplane.controlplane.core import desired as core_desired
 from weightplane.controlplane.core.members import may_join
 from weightplane.controlplane.core.model import Channel, Choice, GroupState, PauseMode, Replica, Trainer
+from weightplane.controlplane.core.negotiate import out_of_reach
 from weightplane.v1 import agent_pb2, transport_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
@@ -65,7 +66,7 @@ def choice(c: Choice) -> wt.TransportChoice:
 def needs_rebind(state: GroupState, t: Trainer, now: float) -> bool:
     """Whether a replica that could join the next update is bound to no channel of this generation."""
     settled = {life for c in t.channels for life in c.replicas}
-    settled.update((c.replica_id, c.incarnation) for c in t.choices if not c.transport)  # not to be reached
+    settled.update(out_of_reach(t.choices))
     return any((r.replica_id, r.incarnation) not in settled and not may_join(r, now) for r in state.replicas.values())
 
 

@@ -115,7 +115,7 @@ def _offers(field: str, offers: Iterable[transport_pb2.Rendezvous]) -> tuple[Off
         if len(data) > _MAX_OFFER:
             invalid(f"{field}[{o.transport!r}]", f"at most {_MAX_OFFER} bytes", len(data))
         reaches = tuple(fields.text(f"{field}[{o.transport!r}].reaches", uuid, 64) for uuid in o.reaches)
-        out[o.transport] = Offer(o.transport, data, o.same_host, reaches)
+        out[o.transport] = Offer(o.transport, data, o.same_host, reaches, o.collective)
     return tuple(out.values())
 
 
