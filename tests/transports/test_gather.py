@@ -188,3 +188,11 @@ def test_a_card_on_which_the_kernel_fails_or_errs_goes_without(monkeypatch: pyte
     assert "no kernel image" in gather_module._try(torch.device("cpu"))
     monkeypatch.setattr(gather_module, "_right", lambda device: False)
     assert "wrongly" in gather_module._try(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_the_kernel_is_tried_on_its_own_card_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_module, "_reasons", {})
+    with torch.cuda.device(1):
+        assert unusable(torch.device("cuda", 0)) == ""

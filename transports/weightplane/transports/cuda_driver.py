@@ -8,7 +8,7 @@ shows them too (``stream.cuda_stream``). Any thread; one and the same handle by 
 The driver and not ``cuda.bindings``: that one turns Python lists into arrays at each call, which costs as much as the
 copies of 4,719 tensors; here an array is made once.
 
-Signatures are checked against CUDA 13.0's ``cuda.h``; not yet run on a card.
+Signatures are checked against CUDA 13.0's ``cuda.h``; run on H200 with driver 580.
 """
 
 from __future__ import annotations

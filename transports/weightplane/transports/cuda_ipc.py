@@ -10,7 +10,7 @@ access, WSL 2 (``cuda_facts``). Environment: ``WEIGHTPLANE_CUDA_IPC_EVENTS=0`` a
 itself instead of sharing events.
 
 Needs the NVIDIA driver alone; Triton, which CUDA builds of torch bring, makes many small tensors fast. Its logic runs
-in CI with a card played by the host (``tests/transports/host_card.py``); not yet run on a card. Never run: MIG, GPUs
+in CI with a card played by the host (``tests/transports/host_card.py``); and run on one and two H200 (``docs/performance.md``). Never run: MIG, GPUs
 without peer access.
 """
 

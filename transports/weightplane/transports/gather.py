@@ -1,10 +1,11 @@
 """Launching the gather kernel (``gather_kernel``), and whether it works on a card: tried once, held against copies.
 
-Checked in Triton's interpreter on CPU memory, and compiled for compute capability 9.0; not yet run on a card.
+Checked in Triton's interpreter on CPU memory, and on H200.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -43,8 +44,11 @@ def _try(device: torch.device) -> str:
         from . import gather_kernel  # noqa: F401
     except ImportError as e:
         return f"Triton is missing ({e}): pip install triton"
+    on = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     try:
-        return "" if _right(device) else f"the kernel copies wrongly on {device}"
+        with on:
+            right = _right(device)
+        return "" if right else f"the kernel copies wrongly on {device}"
     except Exception as e:  # whatever a compiler or a driver raises
         return f"the kernel fails on {device}: {type(e).__name__}: {str(e).splitlines()[0][:300] if str(e) else e!r}"
 

@@ -8,7 +8,8 @@ other hosts; without them UCX uses no network but loopback. ``WEIGHTPLANE_UCX_RE
 sender that UCX reaches by less than RDMA. ``UCX_NET_DEVICES`` (``mlx5_0:1,mlx5_1:1`` or ``eth0``) chooses the NICs,
 ``UCX_TLS`` the transports; these, and all else that UCX reads, are the user's: what is set is left alone.
 
-Run on CPU memory over shared memory (CMA) and TCP. GPU memory, InfiniBand, RoCE and EFA: written for, not run yet.
+Run on CPU memory over shared memory (CMA) and TCP, and on GPU memory of one host. InfiniBand, RoCE and EFA: written
+for, not run yet.
 """
 
 from __future__ import annotations
