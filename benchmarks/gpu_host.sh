@@ -11,7 +11,8 @@
 #
 # Several parts may be named. Each benchmark takes at most PART_S seconds (default 270; tests: all that PART_S says) and
 # keeps what it found so far. A part leaves at most two files for each benchmark and one log for all.
-# More words for the benchmarks: WIRES='--model dense' UPDATES='--transport nccl'; for pytest: TESTS='-k ucx'.
+# More words for the benchmarks: WIRES='--model dense' UPDATES='--transport nccl'; for pytest: TESTS='tests/transports/test_nccl.py'
+# (paths; what is in $OUT/failures.txt is written as it fails).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-.bench/gpu}
@@ -66,14 +67,20 @@ P
   nvidia-smi -L; nvidia-smi topo -m
 }
 
+# Cases that look at a card's whole memory, or at the time, have the machine for themselves; the others run side by side.
 tests() {
   echo "== tests"
-  local started=$SECONDS
-  timeout 120 "$PYTHON" -m pytest -m gpu --collect-only -q -p no:cacheprovider --continue-on-collection-errors ${TESTS:-} \
-    >"$OUT/collected.txt" 2>&1
-  FAILURES=$OUT/failures.txt timeout -k 10 $((PART_S - SECONDS + started)) "$PYTHON" -m pytest -m gpu -v \
-    -p no:cacheprovider -p benchmarks._failures --durations 10 \
-    --continue-on-collection-errors ${TESTS:-} 2>&1 | tee "$OUT/tests.log" | grep -vE ' (PASSED|SKIPPED)' | tail -120
+  local started=$SECONDS alone="grow or memory or idle or short"
+  local common=(-m gpu -v -p no:cacheprovider --continue-on-collection-errors)
+  timeout 120 "$PYTHON" -m pytest "${common[@]}" --collect-only -q -q ${TESTS:-} >"$OUT/collected.txt" 2>&1
+  export FAILURES=$OUT/failures.txt
+  : >"$OUT/tests.log"
+  for which in "not ($alone)" "$alone"; do
+    local workers=0
+    [ "$which" = "$alone" ] || workers=${WORKERS:-8}
+    timeout -k 10 $((PART_S - SECONDS + started)) "$PYTHON" -m pytest "${common[@]}" -p benchmarks._failures -n "$workers" \
+      -k "$which" --durations 10 ${TESTS:-} 2>&1 | tee -a "$OUT/tests.log" | grep -vE '(PASSED|SKIPPED)' | tail -60
+  done
   "$PYTHON" benchmarks/_test_ids.py "$OUT/collected.txt" "$OUT/tests.log" | tee "$OUT/tests.txt"
 }
 
