@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,13 @@ class VllmServer:
     def all_tokens(self) -> list[list[int]]:
         """Of every prompt."""
         return [self.generate(p) for p in PROMPTS]
+
+    def unanswered(self, seconds: float = 2.0) -> bool:
+        """Whether it gives nobody a token. What waits when a fence comes down is aborted: answered without tokens."""
+        try:
+            return not self.generate([1, 7], 4, timeout=seconds)
+        except (TimeoutError, urllib.error.URLError):
+            return True
 
     def label(self) -> str:
         """vLLM's own word for what it holds."""

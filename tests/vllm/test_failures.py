@@ -48,18 +48,15 @@ def test_a_load_that_fails_is_fenced_and_named_and_the_next_heals(
     assert replica.state == "DIRTY" and replica.failure is not None
     assert "vllm.load.inside" in replica.failure.message and replica.replica_id == "a"
     assert one.weights("a") == ("DIRTY", 0)
-    with pytest.raises((TimeoutError, urllib.error.URLError)):
-        one.servers["a"].generate([1, 7], 4, timeout=3)
+    assert one.servers["a"].unanswered()
     # a new agent learns of it from the worker, and keeps the fence
     one.agents["a"].stop()
-    with pytest.raises((TimeoutError, urllib.error.URLError)):
-        one.servers["a"].generate([1, 7], 4, timeout=3)
+    assert one.servers["a"].unanswered()
     first = one.replica("a").incarnation
     one.agent("a")
     eventually(lambda: one.there("a") and one.replica("a").incarnation != first, 30, one.log("a"))
     eventually(lambda: one.weights("a") == ("DIRTY", 0), 10, "DIRTY still")
-    with pytest.raises((TimeoutError, urllib.error.URLError)):
-        one.servers["a"].generate([1, 7], 4, timeout=3)
+    assert one.servers["a"].unanswered()
     receipt = one.publish(folders["TB"])
     assert {r.state for r in receipt.replicas} == {"READY"}
     assert one.tokens("a") == golden["TB"] and one.servers["a"].label() == str(receipt.version)
@@ -69,8 +66,7 @@ def test_a_load_that_fails_is_fenced_and_named_and_the_next_heals(
 
 def fenced(one: Fleet) -> None:
     assert one.weights("a") == ("DIRTY", 0)
-    with pytest.raises((TimeoutError, urllib.error.URLError)):
-        one.servers["a"].generate([1, 7], 4, timeout=3)
+    assert one.servers["a"].unanswered()
 
 
 def test_in_place_a_load_that_fails_is_no_commit(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,27 +70,34 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
 
 def test_requests_in_flight_keep_their_prefix(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
     """Traps 8, 9: what was made stays, the rest is what the new weights make of it; nothing is dropped or stale."""
-    prompt, total = [1, 10, 20, 30], 1500
+    prompt, total = [1, 10, 20, 30], 450
     pair.publish(folders["A"])
     old = pair.servers["a"].generate(prompt, total)
-    made: dict[str, list[int]] = {n: [] for n in pair.servers}
+    made: dict[str, list[list[int]]] = {n: [] for n in pair.servers}
+    enough = threading.Event()
 
     def run(name: str) -> None:
-        for token in pair.servers[name].stream(prompt, total):
-            made[name].append(token)
+        """One request after the other: whenever the publish comes, one is in flight."""
+        while not enough.is_set():
+            made[name].append([])
+            for token in pair.servers[name].stream(prompt, total):
+                made[name][-1].append(token)
 
     threads = [threading.Thread(target=run, args=(n,)) for n in pair.servers]
-    with pair.publisher(folders["B"]) as publisher:  # ready to send: what comes next must fall into the generation
-        for t in threads:
-            t.start()
-        eventually(lambda: all(len(m) > 20 for m in made.values()), 30, "tokens come")
-        publisher.publish(step=pair.step)
     for t in threads:
-        t.join(120)
-    for name, tokens in made.items():
-        assert len(tokens) == total
-        same = next((i for i, (x, y) in enumerate(zip(tokens, old, strict=True)) if x != y), total)
-        assert 20 < same < total, f"{name}: {same} of {total} tokens are the old model's"
+        t.start()
+    try:
+        eventually(lambda: all(m and (len(m) > 1 or len(m[0]) > 20) for m in made.values()), 30, "tokens come")
+        pair.publish(folders["B"])
+    finally:
+        enough.set()
+        for t in threads:
+            t.join(120)
+    for name, requests in made.items():
+        assert all(len(tokens) == total for tokens in requests)
+        tokens = next(t for t in requests if t != old)
+        same = next(i for i, (x, y) in enumerate(zip(tokens, old, strict=True)) if x != y)
+        assert 0 < same < total, f"{name}: {same} of {total} tokens are the old model's"
         continued = pair.servers[name].generate(prompt + tokens[:same], total - same)
         assert tokens[same:] == continued, f"{name}: its tokens after the update are not the new model's"
         assert pair.tokens(name) == golden["B"]
@@ -141,8 +147,7 @@ def test_in_place_a_killed_trainer_leaves_a_fence(pair: Fleet, folders: dict[str
     for name, server in pair.servers.items():
         eventually(lambda n=name: pair.weights(n) == ("DIRTY", 0), 5, f"{name} is DIRTY")  # type: ignore[misc]
         server.get("/health")
-        with pytest.raises((TimeoutError, urllib.error.URLError)):
-            server.generate([1, 7], 4, timeout=2)
+        assert server.unanswered()
     for target, mode in (("B", "in_place"), ("A", "staged")):
         assert {r.state for r in pair.publish(folders[target], mode=mode).replicas} == {"READY"}
         assert all(pair.tokens(n) == golden[target] for n in pair.servers)
