@@ -90,8 +90,9 @@ class VllmEngine(Attached):
 
     @property
     def cache_policies(self) -> tuple[CachePolicy, ...]:
-        """CLEAR drops the prefix cache and recomputes what is in flight; KEEP does neither."""
-        return (CachePolicy.CLEAR, CachePolicy.KEEP)
+        """CLEAR drops the prefix cache and recomputes what is in flight; KEEP does neither, nor does SALT: there the
+        program salts each request (``trajectory``), so that what is kept serves old trajectories only."""
+        return (CachePolicy.CLEAR, CachePolicy.KEEP, CachePolicy.SALT)
 
     @property
     def evidence(self) -> Evidence:
