@@ -315,6 +315,20 @@ def test_rule_8_each_pause_holder_removes_only_its_own() -> None:
     assert g.failure(resume) is None and not routable(g, "r0")
 
 
+def test_rule_10_after_a_restart_heartbeats_alone_keep_the_hold_while_the_stream_redials() -> None:
+    """Found by the simulator (seed 5608): beats of ranks that had not said hello again counted for nothing."""
+    g = Group().fleet()
+    assert g.s.trainer is not None
+    trainer = replace(g.s.trainer, ranks={}, channels=(), choices=())  # what is durable of it
+    g.s, _ = group.restarted(replace(g.s, replicas={}, trainer=trainer), None, 2, g.now)
+    g.sleep(4 * g.s.config.ttl_s)  # with beats
+    (call,) = g.init(trainer="other")
+    assert g.failure(call) is Reason.TRAINER_HELD
+    g.sleep(2 * g.s.config.ttl_s, beats=False)
+    (call,) = g.init(trainer="other")
+    assert g.failure(call) is None
+
+
 def test_rule_8_a_pause_outlives_a_restart_of_the_coordinator_and_a_resume_before_the_first_report_counts() -> None:
     g = Group().fleet().publish()
     for resumed in (False, True):

@@ -207,12 +207,12 @@ def rank_gone(tx: Tx, e: RankGone) -> None:
 
 
 def rank_beat(tx: Tx, rank_index: int, generation: int, process: Process, progress: int) -> None:
-    """Renew a rank's lease."""
+    """Renew a rank's lease; after a restart of ours, before the rank's stream is back, begin it."""
     t = tx.state.trainer
-    if t is None or t.generation != generation or t.closed or rank_index not in t.ranks:
+    if t is None or t.generation != generation or t.closed or not 0 <= rank_index < t.world_size:
         tx.quietly("heartbeat of a fenced or unknown rank")
         return
-    rank = t.ranks[rank_index]
+    rank = t.ranks.get(rank_index) or Rank(rank_index)
     stopped = -1.0
     if process is Process.STOPPED:
         stopped = rank.stopped_since if rank.stopped_since >= 0 else tx.now
