@@ -51,7 +51,7 @@ def bucket_bytes(capabilities: Capabilities, layout: str) -> int:
     """A bucket for measuring: 16 MiB (the product's default) through host memory that is copied piece by piece; larger
     where a bucket costs a message and the bytes move by themselves; a collective packs into buffers of that size."""
     if layout != "cpu" and capabilities.collective:
-        return 128 * _MIB
+        return 192 * _MIB
     if layout != "cpu":
         return 1024 * _MIB if layout == "colocated" else 512 * _MIB
     return 64 * _MIB if capabilities.one_sided else 16 * _MIB

@@ -9,9 +9,9 @@ Refused, with the reason: memory of expandable segments and other pools, MIG sli
 access, WSL 2 (``cuda_facts``). Environment: ``WEIGHTPLANE_CUDA_IPC_EVENTS=0`` at a sender: it waits for its streams
 itself instead of sharing events.
 
-Needs the NVIDIA driver alone; Triton, which CUDA builds of torch bring, makes many small tensors fast. Its logic runs
-in CI with a card played by the host (``tests/transports/host_card.py``); and run on one and two H200 (``docs/performance.md``). Never run: MIG, GPUs
-without peer access.
+Needs the NVIDIA driver alone; Triton, which CUDA builds of torch bring, makes many small tensors fast. Run on one
+and two H200 (``docs/performance.md``); its logic runs in CI with a card played by the host
+(``tests/transports/host_card.py``). Never run: MIG, GPUs without peer access.
 """
 
 from __future__ import annotations
