@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from tests.inference_agent.server import Server, eventually
+from weightplane.cli.client import connect
 from weightplane.controlplane.core.model import CachePolicy
 from weightplane.inference_agent.engines.gate import VersionTag
 from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts, VllmOutput
@@ -23,6 +25,7 @@ from weightplane.inference_agent.engines.vllm.spans import cache_salt, spans_of_
 from weightplane.inference_agent.engines.vllm.trajectory import Trajectory, quantile
 from weightplane.inference_agent.spans import Span, merge
 from weightplane.trainer_agent import Publisher, StateDictSource
+from weightplane.v1 import common_pb2, fleet_pb2
 
 from .fleet import Fleet, tensors_of
 from .fresh import LONGEST, OVERRIDES, fresh
@@ -30,7 +33,7 @@ from .models import ENVIRONMENT
 from .servers import VllmServer
 
 PROMPT = [1, *((7 * i) % 500 + 5 for i in range(99))]
-TOTAL = 1500  # long enough that a publish comes in its middle
+TOTAL = 3000  # long enough that a publish comes in its middle
 COMPARED = 200
 POLICIES = (CachePolicy.CLEAR, CachePolicy.KEEP, CachePolicy.SALT)
 TURN, ANSWER = 60, 40
@@ -104,12 +107,13 @@ def one(
 
 
 class Trainer:
-    """One trainer that publishes now this checkpoint, now that: the second publish is as quick as a step's is."""
+    """One trainer that publishes now this checkpoint, now that."""
 
     def __init__(self, fleet: Fleet, folders: dict[str, Path]) -> None:
         self.named = {n: tensors_of(folders[n]) for n in ("A", "B")}
         self.live = {k: t.clone() for k, t in self.named["A"].items()}
         self.publisher = Publisher(fleet.plane.address, fleet.group, StateDictSource(self.live), trainer_id="t")
+        self._address, self._group = fleet.plane.address, fleet.group
         self.step = 0
 
     def publish(self, name: str, **options: Any) -> int:
@@ -118,6 +122,20 @@ class Trainer:
         for k, t in self.named[name].items():
             self.live[k].copy_(t)
         return self.publisher.publish(self.step, **options).version
+
+    def publish_under(self, flight: Streamed, name: str, **options: Any) -> int:
+        """Publish while a request is in flight for certain: an operator's hold keeps it from ending meanwhile."""
+        ask = {"group": self._group, "holder": "operator"}
+        with connect(self._address, timeout=60) as c:
+            flight.start()
+            c.fleet.PauseGeneration(
+                fleet_pb2.PauseGenerationRequest(request_id=uuid4().hex, mode=common_pb2.PAUSE_MODE_KEEP, **ask),
+                timeout=60,
+            )
+            try:
+                return self.publish(name, **options)
+            finally:
+                c.fleet.ResumeGeneration(fleet_pb2.ResumeGenerationRequest(request_id=uuid4().hex, **ask), timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -133,20 +151,22 @@ def rollouts(one: Fleet) -> Rollouts:
 
 
 class Streamed:
-    """A greedy request on a thread of its own; ``seen``: the newest of it."""
+    """A greedy request on a thread of its own; ``seen``: the newest of it. ``start`` waits until tokens come."""
 
-    def __init__(self, rollouts: Rollouts, tokens: int, **options: Any) -> None:
+    def __init__(self, rollouts: Rollouts, **options: Any) -> None:
         self.seen: VllmOutput | None = None
         self._error: BaseException | None = None
 
         def run() -> None:
             try:
-                for self.seen in rollouts.stream(PROMPT, max_tokens=tokens, temperature=0, **options):
+                for self.seen in rollouts.stream(PROMPT, max_tokens=TOTAL, temperature=0, **options):
                     pass
             except BaseException as e:
                 self._error = e
 
         self._thread = threading.Thread(target=run)
+
+    def start(self) -> None:
         self._thread.start()
         eventually(lambda: len(self.seen.tokens) > 20 if self.seen else self._error is not None, 60, "tokens come")
 
@@ -165,11 +185,14 @@ def played(trainer: Trainer, rollouts: Rollouts, folders: dict[str, Path]) -> Pl
     old = rollouts.generate(PROMPT, max_tokens=TOTAL, temperature=0)[0].tokens
     cases: list[tuple[Path, list[int], int]] = []
     for policy in POLICIES:
-        first = trainer.publish("A", cache="clear")
-        salt = {"cache_salt": rollouts.salt(first)} if policy is CachePolicy.SALT else {}
-        flight = Streamed(rollouts, TOTAL, **salt)
-        second = trainer.publish("B", cache=policy.value.lower(), pause="keep")
-        out = flight.done()
+        for _ in range(5):  # where the machine is so busy that the hold came too late, that run shows nothing: again
+            first = trainer.publish("A", cache="clear")
+            salt = {"cache_salt": rollouts.salt(first)} if policy is CachePolicy.SALT else {}
+            flight = Streamed(rollouts, **salt)
+            second = trainer.publish_under(flight, "B", cache=policy.value.lower(), pause="keep")
+            out = flight.done()
+            if len(out.spans) > 1 and out.spans[-1].start + COMPARED <= TOTAL:
+                break
         flights[policy] = ((first, second), out)
         cases.append((folders["B"], PROMPT + out.tokens[: out.spans[-1].start], COMPARED))
     for policy in POLICIES:
@@ -180,7 +203,7 @@ def played(trainer: Trainer, rollouts: Rollouts, folders: dict[str, Path]) -> Pl
     found = iter(fresh(cases))
     return Played(
         old,
-        {p: Flight(*flights[p], next(found)) for p in POLICIES},
+        {p: Flight(versions, out, next(found)) for p, (versions, out) in flights.items()},
         {
             p: Turns(t, versions, t.reprefilled, t.lags(versions[-1]), last, next(found), newcomer, next(found))
             for p, (t, versions, last, newcomer) in turns.items()
@@ -244,7 +267,9 @@ def test_three_turns_across_two_publishes(
     if policy is CachePolicy.KEEP:
         assert t.newcomer.cached_tokens and t.newcomer.cached_tokens >= 64, "the old prefix is in use for newcomers too"
     else:
-        assert t.newcomer.cached_tokens == 0 and t.newcomer.tokens == t.newcomer_fresh, "a newcomer met old keys"
+        assert t.newcomer.tokens == t.newcomer_fresh, "a newcomer met old keys"
+    if policy is CachePolicy.SALT:
+        assert t.newcomer.cached_tokens == 0
     p50, p99 = quantile(t.lags, 0.5), quantile(t.lags, 0.99)
     assert (p50, p99) == (1, 2) and len(t.lags) == 3 * ANSWER
     record_property("reprefilled_tokens", t.again)
@@ -257,8 +282,8 @@ def test_a_pause_with_abort_returns_what_was_made(trainer: Trainer, rollouts: Ro
     """The partial output and its spans come back; gone on with, the whole says which version made what."""
     first = trainer.publish("A")
     whole = rollouts.generate(PROMPT, max_tokens=TOTAL, temperature=0)[0].tokens
-    flight = Streamed(rollouts, TOTAL)
-    second = trainer.publish("B", pause="abort")
+    flight = Streamed(rollouts)
+    second = trainer.publish_under(flight, "B", pause="abort")
     part = flight.done()
     made = len(part.tokens)
     assert part.finish == "abort", (part.finish, part.spans)
