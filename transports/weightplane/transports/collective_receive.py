@@ -36,11 +36,19 @@ class CollectiveReceiveChannel(CollectiveChannel, ReceiveChannel):
         self._next: tuple[Bucket, Sequence[torch.Tensor]] | None = None
         self._flight: Flight | None = None
         self._landed = 0
+        self._begun = 0  # bytes queued to be written, and not landed
         self._owed: list[tuple[str, bool, bool]] = []
         self._said: Mark | None = None  # the last acknowledgement
 
     def receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         """See ``ReceiveChannel``."""
+        try:
+            self._receive(bucket, spans)
+        except BaseException:
+            self._landed, self._begun = self._landed + self._begun, 0  # it may have been written, in part or whole
+            raise
+
+    def _receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
         name = self.spec.transport
         failpoints.hit(f"{name}.receive.before")
         self._enter(bucket)
@@ -87,6 +95,7 @@ class CollectiveReceiveChannel(CollectiveChannel, ReceiveChannel):
             works = [program.work(n, self._next_slot(s)) for n, s in enumerate(self._steps_of(bucket))]
             self._lanes.behind()
             for work in works:
+                self._begun += work.payload
                 flight.marks.append((self._queue_work(communicator, bucket, work), work.payload))
         return flight
 
@@ -129,7 +138,7 @@ class CollectiveReceiveChannel(CollectiveChannel, ReceiveChannel):
         peers = self._peers(bucket)
         for mark, nbytes in flight.marks:
             self._passed(mark, bucket.index, peers)
-            self._landed += nbytes
+            self._landed, self._begun = self._landed + nbytes, self._begun - nbytes
             self._inside(nbytes)
         self._check(bucket.index)
 
