@@ -6,16 +6,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.inference_agent.server import eventually
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import Channel, Offer, PauseMode
+from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Channel, Held, Mode, Offer, PauseMode
 from weightplane.controlplane.core.placement import full_placement
 from weightplane.controlplane.core.planner import make_plan
-from weightplane.inference_agent.engines.base import EngineError
+from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
+from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError
 from weightplane.inference_agent.engines.vllm.http import HttpDriver
 from weightplane.inference_agent.engines.vllm.links import Listener, WorkerLink
@@ -166,7 +169,7 @@ class Pretend:
             self.held_up.wait(10)
         if what == "fail":
             raise PeerLost("the trainer died", peers=["rank/0"])
-        return {"said": what}
+        return {"said": what, "known": True}
 
 
 def hello(token: str, protocol: int = wire.PROTOCOL) -> wire.Hello:
@@ -187,7 +190,7 @@ def test_a_session_asks_aborts_and_ends() -> None:
     session = WorkerSession(worker, listener.path, hello("secret")).start()  # type: ignore[arg-type]
     eventually(lambda: links, 5, "hello")
     link = links[0]
-    assert link.call("greet", 5) == {"said": "greet"}
+    assert link.call("greet", 5)["said"] == "greet"
     with pytest.raises(PeerLost, match="died"):
         link.call("fail", 5)
     with pytest.raises(EngineError, match="did not answer 'block' within"):
@@ -206,6 +209,63 @@ def test_a_session_asks_aborts_and_ends() -> None:
         link.call("greet", 5)
     assert worker.gone.wait(5)
     listener.close()
+
+
+class Answered(Future[Any]):
+    """Its answer comes at the very moment at which a wait for it gives up."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        answer = super().result()
+        if timeout is not None:
+            raise TimeoutError
+        return answer
+
+
+def test_an_answer_that_comes_as_the_wait_ends_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, links, _ = met("secret")
+    session = WorkerSession(Pretend(), listener.path, hello("secret")).start()  # type: ignore[arg-type]
+    eventually(lambda: links, 5, "hello")
+    monkeypatch.setattr("weightplane.inference_agent.engines.vllm.links.Future", Answered)
+    assert links[0].call("greet", 5)["said"] == "greet"
+    session.stop()
+    listener.close()
+
+
+class Two(Recorded):
+    """A vLLM of two pretended workers that dial as they are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = (Pretend(), Pretend())
+
+    def initialise(self, infos: Sequence[Mapping[str, Any]], timeout: float) -> None:
+        for rank, worker in enumerate(self.workers):
+            said = replace(hello(infos[0]["token"]), rank=rank, world=2, state=wire.State(3, "u-3"))
+            WorkerSession(worker, infos[0]["socket"], said).start()  # type: ignore[arg-type]
+
+
+def test_a_worker_that_is_ahead_of_the_next_is_no_mix() -> None:
+    """In place the first tensor makes a worker's memory mixed; a report between two workers' firsts must not say that
+    they hold different versions: the control plane would fail the update by it."""
+    driver = Two()
+    engine = VllmEngine(driver, start_timeout_s=5)
+    try:
+        assert engine.held() == (Held(3, "u-3"),) * 2
+        engine.begin(EngineUpdate("u-4", 4, 4, "", Mode.IN_PLACE, CachePolicy.CLEAR, MANIFEST))
+        first, second = driver.workers
+        first.on_state(wire.State(0, "", "update u-4 comes in place"))
+        eventually(engine.mixed, 5, "the first worker's word")
+        assert engine.held() == (NONE_HELD,) * 2
+        second.on_state(wire.State(0, "", "update u-4 comes in place"))
+        for worker in driver.workers:  # committed, one after the other
+            worker.on_state(wire.State(4, "u-4"))
+            eventually(lambda: set(engine.held()) in ({NONE_HELD}, {Held(4, "u-4")}), 5, "one word for both")
+        eventually(lambda: engine.held() == (Held(4, "u-4"),) * 2, 5, "both have it")
+        engine.abort("", False, "the test's update ends")
+        first.on_state(wire.State(5, "u-5"))
+        eventually(lambda: engine.held() == (Held(5, "u-5"), Held(4, "u-4")), 5, "no update is open: told as it is")
+    finally:
+        engine.close()
 
 
 def test_who_does_not_know_the_token_or_the_protocol_is_not_let_in() -> None:

@@ -105,8 +105,16 @@ class VllmEngine(Attached):
         return ",".join(getattr(self._driver, "addresses", ()))
 
     def held(self) -> tuple[Held, ...]:
-        """See ``Engine``. A worker whose session is gone holds nothing that anybody knows of."""
-        return tuple(NONE_HELD if k.lost else k.state.held for k in self._attached)
+        """See ``Engine``. A worker whose session is gone holds nothing that anybody knows of.
+
+        While an update writes or is committed one worker is ahead of the next for a moment: that is no mix to fail by,
+        and until they agree the replica holds nothing.
+        """
+        links, writes = self._attached, self._update is not None
+        found = tuple(NONE_HELD if k.lost else k.state.held for k in links)
+        if writes and len(set(found)) > 1 and not any(k.lost for k in links):
+            return (NONE_HELD,) * len(found)
+        return found
 
     def mixed(self) -> str:
         """See ``Engine``."""

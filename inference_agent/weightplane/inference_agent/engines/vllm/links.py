@@ -68,8 +68,8 @@ class WorkerLink:
                 try:
                     return future.result(min(_LOOK_S, max(0.0, end - time.monotonic())))
                 except TimeoutError:
-                    if future.done():
-                        raise
+                    if future.done():  # it was answered just now
+                        return future.result()
                     if why := cancelled():
                         raise ChannelAborted(why) from None
                     if time.monotonic() >= end:
