@@ -112,6 +112,53 @@ async def test_heartbeats_may_come_by_a_stream_of_their_own() -> None:
         await replica.kill()
 
 
+async def test_heartbeats_of_an_older_life_end_no_stream_of_the_living() -> None:
+    """A host that was suspended comes back, and its helper dials again."""
+    async with server() as running, fleet(running.address, 1) as (trainer, (replica,)):
+        replica.beats = False
+        streams = []
+        for life in (replica.incarnation, "an older life"):
+            stream = ag_grpc.AgentServiceStub(trainer.channel).Session()
+            kind: dict[str, Any] = {"replica": None, "kind": ag.SESSION_KIND_HEARTBEAT}
+            await stream.write(hello(agent_id=replica.rid, incarnation=life, **kind))
+            assert isinstance(await stream.read(), ag.SessionResponse)
+            streams.append(stream)
+        group = running.coordinator.group("g")
+        await streams[1].write(ag.SessionRequest(heartbeat=ag.Heartbeat(sequence=1, progress=99)))
+        await streams[0].write(ag.SessionRequest(heartbeat=ag.Heartbeat(sequence=1, progress=7)))
+        await until(lambda: group.state.replicas[replica.rid].progress == 7, "the living one's beat")
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_heartbeats_of_a_fenced_trainer_are_refused_and_end_no_stream_of_the_holder() -> None:
+    async with server() as running, fleet(running.address, 1) as (trainer, _):
+
+        async def beats(of: Trainer, generation: int) -> Any:
+            stream = ag_grpc.AgentServiceStub(trainer.channel).Session()
+            role = ag.TrainerHello(generation=generation, rank=0)
+            said = {"agent_id": "rank/0", "incarnation": of.incarnation, "replica": None, "trainer": role}
+            await stream.write(hello(kind=ag.SESSION_KIND_HEARTBEAT, **said))
+            return stream
+
+        assert isinstance(await (await beats(trainer, 1)).read(), ag.SessionResponse)
+        rival = Trainer(running.address, name="rival")
+        await rival.init(takeover=True)
+        living = await beats(rival, 2)
+        assert isinstance(await living.read(), ag.SessionResponse)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (await beats(trainer, 1)).read()
+        assert reason_of(caught.value) == "TRAINER_FENCED"
+        await living.write(ag.SessionRequest(heartbeat=ag.Heartbeat(sequence=1, progress=5)))
+        group = running.coordinator.group("g")
+
+        def counts() -> bool:
+            return group.state.trainer is not None and group.state.trainer.ranks[0].progress == 5
+
+        await until(counts, "the holder's beat counts still")
+        living.cancel()
+
+
 async def test_silence_is_suspect_then_lost_and_comes_back() -> None:
     async with server() as running:
         replica = await Replica(running.address).start()

@@ -19,6 +19,7 @@ from torch import nn
 from tests.trainer_agent.fleet import Fleet, eventually, fill, fleet, hook, same
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent.errors import PublisherClosed, UpdateFailed
+from weightplane.trainer_agent.publisher import PublishHandle
 from weightplane.trainer_agent.sources import ModuleSource
 from weightplane.trainer_agent.sources_gather import GatherSource
 from weightplane.transports.digest import digest_tensor
@@ -38,6 +39,26 @@ def f() -> Iterator[Fleet]:
     with fleet() as f:
         f.replica("r0", TorchModuleEngine(Model()))
         yield f
+
+
+def test_a_cancel_that_comes_after_the_decision_gives_the_receipt_and_the_next_publish_goes_on(f: Fleet) -> None:
+    module = Model()
+    publisher = f.publisher(module)
+    publisher.publish(1)
+    handles: list[PublishHandle] = []
+    made = threading.Event()
+
+    def decided(n: int) -> None:
+        made.wait(10)
+        handles[0].cancel()
+
+    fill(module, 2)
+    with hook("server.decide.after_write", decided) as was_decided:
+        handles.append(publisher.publish_async(2))
+        made.set()
+        assert handles[0].result(20).version == 2 and was_decided.is_set()
+    fill(module, 3)
+    assert publisher.publish(3).version == 3 and same(f.engines["r0"], module)
 
 
 def test_source_free_comes_before_the_replicas_are_done(f: Fleet) -> None:

@@ -23,7 +23,15 @@ from weightplane.v1 import tensor_pb2, update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
 from .context import AttemptFailed, Rank, RanksDisagree, UpdateEnded, is_aborted, is_over, is_undecided
-from .errors import OutcomeUnknown, PublishError, RpcRefused, TrainerFenced, Unanswered, failure_from_proto
+from .errors import (
+    OutcomeUnknown,
+    PublisherClosed,
+    PublishError,
+    RpcRefused,
+    TrainerFenced,
+    Unanswered,
+    failure_from_proto,
+)
 from .options import PublishOptions
 from .produced import NOTHING_QUEUED, Produced
 from .sources import Source
@@ -260,6 +268,10 @@ class Attempt:
             if update is not None and is_aborted(update) and not self._told_by_us(update):
                 raise AttemptFailed(failure_from_proto(update.failure), update) from error
             raise AttemptFailed(self._own_failure(error), update, update_id=self.update_id) from error
+        if isinstance(error, PublisherClosed) and self.transfer is not None and self.transfer.done:
+            update = self._settle(None)
+            if update is not None and update.phase == update_pb2.UPDATE_PHASE_COMMITTED:
+                return self._flipped(update)  # the cancel came after the decision
         raise error
 
     def _tell(self, error: BaseException) -> None:

@@ -65,6 +65,7 @@ class Transfer:
         self._units = 0
         self.user_code = UserCode()
         self.armed: list[str] = []  # channels whose buckets everyone has heard of
+        self.done = False  # ``run`` has returned: no byte is on any channel
         self._digests: RegionDigests | None = None
         if answer.verify != common_pb2.VERIFY_LEVEL_OFF:
             sampled = answer.verify == common_pb2.VERIFY_LEVEL_SAMPLED
@@ -94,6 +95,7 @@ class Transfer:
                 for lane in lanes:
                     if not lane.excluded:
                         self._put_digests(lane.plan, self._digests.of_plan(lane.plan, self._late))
+        self.done = True
 
     def exclude(self, replica_ids: Sequence[str]) -> None:
         """These replicas are out: go on for the others."""
@@ -103,7 +105,7 @@ class Transfer:
 
     def abandon(self, reason: str) -> None:
         """Abort the channels that bytes may be on. Returns at once."""
-        if self.armed:
+        if self.armed and not self.done:  # else the update may commit yet, and the next goes over the same channels
             self._rank.pool.abort(list(self.armed), reason)
 
     def join(self, seconds: float) -> bool:

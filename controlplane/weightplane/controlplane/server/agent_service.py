@@ -55,7 +55,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         hello = _hello(first)
         group = self._coordinator.ensure(hello.group)
         if hello.kind == agent_pb2.SESSION_KIND_HEARTBEAT:
-            session = group.open_session(hello.agent_id, "heartbeat")
+            session = _open_heartbeat(group, hello)
             serve = [_beats(group, hello, context)]
         elif hello.HasField("trainer"):
             session = await _open_rank(group, hello)
@@ -180,12 +180,26 @@ def _log_session(group: Group, hello: agent_pb2.Hello, session: Session) -> None
     log.info("session %d of %s (%s)", session.number, hello.agent_id, hello.software or "unnamed", extra=extra)
 
 
-async def _open_rank(group: Group, hello: agent_pb2.Hello) -> Session:
+def _check_rank(group: Group, hello: agent_pb2.Hello) -> None:
+    """Refuse a rank of a trainer that is fenced, or of another life: before anything is superseded."""
     said = hello.trainer
     t = group.state.trainer
     if t is not None and t.generation == said.generation and t.incarnation != hello.incarnation:
         invalid("hello.incarnation", f"{t.incarnation!r}, as InitTransfer said", hello.incarnation)
     group.fence(said.generation)
+
+
+def _open_heartbeat(group: Group, hello: agent_pb2.Hello) -> Session:
+    """One for each life: that of an older one, suspended for a while, ends nobody else's, and its beats count for
+    nothing."""
+    if hello.HasField("trainer"):
+        _check_rank(group, hello)
+    return group.open_session(hello.agent_id, f"heartbeat of {hello.incarnation}")
+
+
+async def _open_rank(group: Group, hello: agent_pb2.Hello) -> Session:
+    said = hello.trainer
+    _check_rank(group, hello)
     session = group.open_session(hello.agent_id, "control")
     _log_session(group, hello, session)
     try:

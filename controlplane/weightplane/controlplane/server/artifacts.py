@@ -45,7 +45,7 @@ class Limits:
     manifests: int = 16
     layouts: int = 256
     plans: int = 32
-    uploads: int = 64
+    uploads: int = 4096  # in pages, at once: every worker of a fleet may send its placement
 
 
 @dataclass
