@@ -202,3 +202,19 @@ async def test_a_plan_without_a_placement_says_whose() -> None:
         event = MakePlan("u", "c", manifest.id, (("rank/0", ""),), (("r/0", "l-0"),), 4096)
         with pytest.raises(ValueError, match=r"rank/0.*put it.*r/0"):
             await artifacts.make_plan(event)
+
+
+async def test_a_large_fleet_uploads_its_placements_all_at_once() -> None:
+    """They come in pages, and no member's pages push another's out."""
+    with ThreadPoolExecutor(1) as executor:
+        artifacts = Artifacts(executor, Limits(), set)
+        manifest = Manifest.of([TensorMeta(name, "int8", (300,)) for name in "ab"])
+        artifacts.manifests.put(manifest.id, manifest)
+        members = [f"r{i}/0" for i in range(300)]
+        for first in (0, 1):
+            done = []
+            for i, member in enumerate(members):
+                piece = tn.Piece(tensor=first, box=[tn.Range(start=i, stop=i + 1)])
+                said = tn.Placement(member=member, pieces=[piece])
+                done.append(await artifacts.put_placement(manifest.id, member, said, first, 2))
+        assert all(done) and len(set(done)) == len(members)
