@@ -1,0 +1,367 @@
+"""What the adapter and its drivers never do, and never wait for: no vLLM here, one end or the other is pretended."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.inference_agent.server import eventually
+from weightplane.controlplane.core.manifest import Manifest, TensorMeta
+from weightplane.controlplane.core.model import CachePolicy, Mode, PauseMode
+from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
+from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
+from weightplane.inference_agent.engines.vllm.async_llm import AsyncDriver
+from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, DriverTimeout
+from weightplane.inference_agent.engines.vllm.http import HttpDriver
+from weightplane.inference_agent.engines.vllm.links import Listener, WorkerLink
+from weightplane.inference_agent.engines.vllm.offline import OfflineDriver
+from weightplane.inference_agent.threads import WorkThread
+from weightplane.inference_agent.vllm_plugin import wire
+from weightplane.inference_agent.vllm_plugin.session import WorkerSession
+
+MANIFEST = Manifest.of([TensorMeta("a", "float32", (4, 8))])
+NEEDS_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm sets up .venv-vllm for it"
+)
+
+
+class Worker:
+    """As much of a worker as its session needs: it answers whatever it is asked, on one data thread."""
+
+    def __init__(self) -> None:
+        self.landed = 0
+        self.on_state: Callable[[wire.State], None] = lambda _: None
+        self.asked: list[str] = []
+        self.freed = threading.Event()
+        self._data = WorkThread("data")
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._data.submit(work)
+
+    def abort(self, update_id: str, reason: str) -> None:
+        self.freed.set()
+
+    def agent_gone(self) -> None: ...
+
+    def do(self, what: str, m: dict[str, Any]) -> Any:
+        self.asked.append(what)
+        if what == "take":
+            return {"freed": self.freed.wait(10)}
+        return {"known": True}
+
+
+def hello(token: str, **changes: Any) -> wire.Hello:
+    kept = {"rank": 0, "world": 1, "life": "life", "pid": 1, "device": "cpu", "uuid": "", "vllm": "0", "model": "m"}
+    return wire.Hello(
+        **{"protocol": wire.PROTOCOL, "token": token, "staging_refusal": "", "state": wire.State(), **kept, **changes}
+    )
+
+
+class Pretended(Driver):
+    """One or more instances whose workers dial the agent. Notes every call, with what the workers were asked so far."""
+
+    name = "pretended"
+    pause_modes = (PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT)
+
+    def __init__(self, instances: int = 1) -> None:
+        self._n = instances
+        self.workers: list[Worker] = []
+        self.calls: list[str] = []
+        self.paused = False
+
+    @property
+    def instances(self) -> int:
+        return self._n
+
+    def alive(self, timeout: float) -> bool:
+        return True
+
+    def initialise(self, infos: Sequence[Mapping[str, Any]], timeout: float) -> None:
+        for info in infos:
+            self.workers.append(Worker())
+            WorkerSession(self.workers[-1], info["socket"], hello(info["token"])).start()  # type: ignore[arg-type]
+
+    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        self.paused = True
+        self.calls.append(f"{mode}{' clear' if clear_cache else ''}")
+
+    def resume(self, timeout: float) -> None:
+        self.paused = False
+        self.calls.append("resume")
+
+    def is_paused(self, timeout: float) -> bool:
+        return self.paused
+
+    def is_sleeping(self, timeout: float) -> bool:
+        return False
+
+    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
+        self.calls.append(str(info["do"]))
+
+    def clear_cache(self, timeout: float) -> None:
+        self.calls.append("clear")
+
+
+@contextmanager
+def engine(driver: Pretended) -> Iterator[VllmEngine]:
+    made = VllmEngine(driver, start_timeout_s=10)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def update(mode: Mode = Mode.STAGED, cache: CachePolicy = CachePolicy.CLEAR) -> EngineUpdate:
+    return EngineUpdate("u", 3, 0, "", mode, cache, MANIFEST)
+
+
+@pytest.mark.parametrize("why", ["nobody paused it", "somebody resumed it by hand"])
+@pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
+def test_nothing_is_loaded_while_a_pass_may_run(mode: Mode, why: str) -> None:
+    """Trap 4: vLLM does not check; a pass between start and finish kills its core."""
+    driver = Pretended()
+    with engine(driver) as e:
+        e.begin(update(mode))
+        if why != "nobody paused it":
+            e.pause("update", PauseMode.KEEP)
+            assert e.wait_paused("update", 5)
+            driver.paused = False
+        with pytest.raises(EngineError, match="not paused"):
+            e.apply("u") if mode is Mode.STAGED else e.writing("u")
+        assert not {"apply", "stream"} & set(driver.calls)
+
+
+@pytest.mark.parametrize("policy", [CachePolicy.CLEAR, CachePolicy.KEEP, CachePolicy.SALT])
+def test_the_old_cache_is_gone_before_generation_goes_on(policy: CachePolicy) -> None:
+    """Traps 8, 9: vLLM clears nothing by itself; also where an operator's pause, which keeps it, came first."""
+    driver = Pretended()
+    with engine(driver) as e:
+        e.pause("operator", PauseMode.KEEP)
+        assert e.wait_paused("operator", 5)
+        e.begin(update(cache=policy))
+        e.pause("update", PauseMode.KEEP)
+        assert e.wait_paused("update", 5)
+        e.apply("u")
+        e.commit("u")
+        e.resume("update")
+        e.resume("operator")
+        clear = ["clear"] if policy is CachePolicy.CLEAR else []
+        assert driver.calls == ["KEEP", "apply", *clear, "resume"]
+
+
+def test_the_pause_of_an_update_recomputes_what_is_in_flight() -> None:
+    """Trap 9: with `clear`, requests that are kept start their keys anew; with `keep` they do not."""
+    for policy, asked in ((CachePolicy.CLEAR, "KEEP clear"), (CachePolicy.KEEP, "KEEP")):
+        driver = Pretended()
+        with engine(driver) as e:
+            e.begin(update(cache=policy))
+            e.pause("update", PauseMode.KEEP)
+            assert e.wait_paused("update", 5) and driver.calls == [asked]
+
+
+def test_an_abort_passes_a_data_thread_that_is_stuck() -> None:
+    """Trap 11: vLLM's core and our data thread hang in a receive; the session's own thread frees them."""
+    links: list[WorkerLink] = []
+    listener = Listener(None, lambda _, link, h: links.append(WorkerLink(link, h, lambda _: None)))
+    listener.expect({"t"})
+    worker = Worker()
+    session = WorkerSession(worker, listener.path, hello("t")).start()  # type: ignore[arg-type]
+    eventually(lambda: links, 5, "hello")
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(links[0].call("take", 20)))
+    waiting.start()
+    eventually(lambda: worker.asked == ["take"], 5, "the data thread is in it")
+    links[0].post("abort", update_id="u", reason="enough")
+    waiting.join(5)
+    assert answers == [{"freed": True}], "the abort waits behind what it is to free"
+    session.stop()
+    listener.close()
+
+
+# --- two data-parallel instances, and servers that do not answer
+
+
+class Instance:
+    """An HTTP server as vLLM's dev endpoints are, with vLLM's own flag of an update that is under way."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.bodies: dict[str, Any] = {}
+        self.active = self.paused = self.stuck = False
+        self.let_go = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                path = self.path.partition("?")[0]
+                status, answer = outer.answer(path, json.loads(body) if body else None)
+                text = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        self.asked.append(path)
+        self.bodies[path] = body
+        if self.stuck:
+            self.let_go.wait(20)
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        if path == "/start_weight_update":
+            if self.active:
+                return 500, {"error": "already active"}
+            self.active = True
+        if path == "/finish_weight_update":
+            self.active = False
+        return 200, {"is_paused": self.paused, "is_sleeping": False, "success": True}
+
+    def close(self) -> None:
+        self.let_go.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def two() -> Iterator[list[Instance]]:
+    made = [Instance(), Instance()]
+    yield made
+    for i in made:
+        i.close()
+
+
+def test_every_data_parallel_instance_is_called(two: list[Instance]) -> None:
+    """Trap 14: behind an external load balancer each instance pauses, loads and clears for itself."""
+    driver = HttpDriver([i.url for i in two])
+    assert driver.instances == 2 and driver.alive(5)
+    driver.initialise([{"token": "t0"}, {"token": "t1"}], 5)
+    driver.pause(PauseMode.KEEP, True, 5)
+    assert driver.is_paused(5)
+    driver.update({"do": "apply"}, "7", 5)
+    driver.clear_cache(5)
+    driver.resume(5)
+    for n, instance in enumerate(two):
+        assert instance.asked == [
+            "/health",
+            "/init_weight_transfer_engine",
+            "/pause",
+            "/is_paused",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/reset_prefix_cache",
+            "/resume",
+        ]
+        assert instance.bodies["/init_weight_transfer_engine"] == {"init_info": {"token": f"t{n}"}}, "a token each"
+        assert instance.bodies["/finish_weight_update"] == {"weight_version": "7"}
+    two[1].paused, two[0].paused = False, True
+    assert not driver.is_paused(5), "one that runs is enough"
+    driver.close()
+
+
+def test_a_replica_of_two_instances_waits_for_the_workers_of_both() -> None:
+    """Trap 14: nothing is asked of an instance alone."""
+    driver = Pretended(instances=2)
+    with engine(driver) as e:
+        assert len(e.workers) == 2
+        e.begin(update())
+        e.pause("update", PauseMode.KEEP)
+        assert e.wait_paused("update", 5)
+        e.apply("u")
+        e.commit("u")
+        for worker in driver.workers:
+            assert [a for a in worker.asked if a in ("begin", "applied", "commit")] == ["begin", "applied", "commit"]
+
+
+class Llm:
+    """An ``LLM`` as the drivers use it, with vLLM's flag of an update under way; ``stuck``: calls never return."""
+
+    def __init__(self) -> None:
+        self.active = self.stuck = False
+        self.labels: list[str | None] = []
+        core = SimpleNamespace(call_utility=None, _send_input=lambda *_: None)
+        self.llm_engine = SimpleNamespace(engine_core=core)
+
+    def start_weight_update(self) -> None:
+        if self.active:
+            raise RuntimeError("already active")
+        self.active = True
+
+    def update_weights(self, request: Any) -> None:
+        if self.stuck:
+            time.sleep(5)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.active = False
+        self.labels.append(weight_version)
+
+
+class AsyncLlm(Llm):
+    """The same as coroutines."""
+
+    async def start_weight_update(self) -> None:  # type: ignore[override]
+        super().start_weight_update()
+
+    async def update_weights(self, request: Any) -> None:  # type: ignore[override]
+        if self.stuck:
+            await asyncio.sleep(60)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:  # type: ignore[override]
+        super().finish_weight_update(weight_version)
+
+
+@pytest.fixture(params=["HTTP", "LLM", pytest.param("AsyncLLM", marks=NEEDS_VLLM)])
+def driven(request: pytest.FixtureRequest, two: list[Instance]) -> Iterator[tuple[Driver, Any]]:
+    """A driver, and the vLLM behind it."""
+    if request.param == "HTTP":
+        yield HttpDriver([two[0].url]), two[0]
+    elif request.param == "LLM":
+        llm = Llm()
+        yield OfflineDriver(llm), llm
+    else:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        async_llm = AsyncLlm()
+        yield AsyncDriver(async_llm, loop), async_llm
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()
+
+
+def test_an_update_that_somebody_left_open_does_not_wedge_vllm(driven: tuple[Driver, Any]) -> None:
+    """Trap 7: while vLLM counts an update as active it refuses the next start."""
+    driver, llm = driven
+    llm.active = True
+    driver.update({"do": "apply"}, "7", 5)
+    assert not llm.active
+
+
+def test_a_call_that_never_returns_ends_by_our_deadline(driven: tuple[Driver, Any]) -> None:
+    """Traps 10, 11: vLLM's own calls have no time limit."""
+    driver, llm = driven
+    llm.stuck = True
+    begin = time.monotonic()
+    with pytest.raises(DriverTimeout) as late:
+        driver.update({"do": "apply"}, "7", 0.3)
+    assert isinstance(late.value, DriverError) and time.monotonic() - begin < 2
