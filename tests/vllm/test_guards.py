@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import json
 import threading
@@ -339,6 +340,7 @@ def driven(request: pytest.FixtureRequest, two: list[Instance]) -> Iterator[tupl
         llm = Llm()
         yield OfflineDriver(llm), llm
     else:
+        importlib.import_module("vllm.distributed.weight_transfer.base")  # slow, and not what is measured
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, daemon=True)
         thread.start()

@@ -162,3 +162,44 @@ def test_a_failed_load_does_not_wedge_vllm(real: RealModel, b: Named) -> None:
     worker.start_weight_update()
     worker.finish_weight_update()
     worker.shutdown_weight_transfer_engine()
+
+
+def test_what_no_update_can_follow_is_refused_by_name(
+    real: RealModel, b: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft models and quantisation while loading: a problem of every manifest, so nothing is sent."""
+    from weightplane.inference_agent.vllm_plugin.wire import manifest_json
+
+    monkeypatch.setattr(real.config, "speculative_config", SimpleNamespace(method="eagle"))
+    monkeypatch.setattr(real.config, "quant_config", object())
+    replica, manifest = Llm(real).engine.worker, real.manifest(b)
+    replica.do("manifest", {"manifest": manifest_json(manifest)})
+    for _ in range(2):
+        replica.survey(manifest.id)
+    problems = replica.do("surveyed", {"manifest_id": manifest.id})["problems"]
+    assert [(kind, name) for kind, name, _ in problems] == [
+        ("unwritable", "speculative_config"),
+        ("unwritable", "quantization"),
+    ]
+    assert all("start vLLM without" in text for _, _, text in problems)
+
+
+def test_an_engine_without_the_model_takes_it_from_the_first_update(real: RealModel, b: Named) -> None:
+    """Older releases hand over the model's ``load_weights`` with each update, and nothing before."""
+    engine = Llm(real).engine
+    engine.model = None
+    assert engine._hello("t").staging_refusal == ""
+    with pytest.raises(RuntimeError, match="hands over no model"):
+        engine.receive_weights(engine.parse_update_info({"do": "survey"}), print)
+    engine.receive_weights(engine.parse_update_info({"do": "survey"}), real.model.load_weights)
+    assert engine.model is real.model
+
+
+def test_a_release_that_lacks_something_serves_and_says_so(real: RealModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightplane.inference_agent.vllm_plugin import compat
+
+    monkeypatch.setattr(compat, "lacks", lambda: ["vllm.reload.gone"])
+    engine = Llm(real).engine
+    with pytest.raises(RuntimeError, match=r"lacks what a load needs: vllm\.reload\.gone"):
+        engine.init_transfer_engine(engine.parse_init_info({"socket": "/nowhere", "token": "t"}))
+    engine.shutdown()

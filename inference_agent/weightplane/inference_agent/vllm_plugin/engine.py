@@ -6,6 +6,7 @@ one whole thing, so that no forward pass, pause or failure can come in between.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from dataclasses import dataclass
@@ -13,15 +14,16 @@ from typing import Any
 
 import torch
 import vllm
+from vllm import config as vllm_configs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
+from . import compat
 from .session import WorkerSession
 from .wire import PROTOCOL, Hello
-from .worker import WorkerReplica
 
 __all__ = ["InitInfo", "UpdateInfo", "WeightplaneTransferEngine"]
 
@@ -52,24 +54,53 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    model: Any
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        super().__init__(config, vllm_config, device, model)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # what vLLM hands over differs by release: the base class's own names say which is which
+        super().__init__(*args, **kwargs)
+        current = getattr(vllm_configs, "get_current_vllm_config_or_none", lambda: None)()
+        found = compat.handed(inspect.signature(WeightTransferEngine.__init__), args, kwargs, current)
+        for name in ("vllm_config", "model_config", "device", "model"):
+            if not hasattr(self, name):
+                setattr(self, name, getattr(found, name))
+        self._parallel = found.parallel_config
         self._session: WorkerSession | None = None
-        quantized = getattr(vllm_config, "quant_config", None) is not None
-        self.worker = WorkerReplica(lambda: (self.model, self.model_config), device, quantized=quantized)
+        self._refusal = ""
+        version = str(vllm.__version__)
+        if text := compat.note(version):
+            log.warning("weightplane: %s", text)
+        if absent := compat.lacks():  # it serves what it started with; who wants to attach is told
+            self._refusal = f"weightplane: vLLM {version} lacks what a load needs: {', '.join(absent)}"
+            log.error("%s", self._refusal)
+            return
+        from .refusing import RefusingReplica
+
+        self.worker = RefusingReplica(
+            self._target,
+            self.device,
+            quantized=getattr(self.vllm_config, "quant_config", None) is not None,
+            refusals=compat.refusals(self.vllm_config),
+        )
+
+    def _target(self) -> tuple[torch.nn.Module, Any]:
+        if self.model is None:
+            raise RuntimeError(f"vLLM {vllm.__version__} has not handed its model over yet")
+        return self.model, self.model_config
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Attach to an agent; an earlier one is let go. Raises if it cannot be reached: the caller is told."""
         if not init_info.socket:
             raise ValueError("init_info.socket is needed: weightplane inference-agent --engine vllm sends it")
+        if self._refusal:
+            raise RuntimeError(self._refusal)
         if self._session is not None:
             self._session.stop()
         self.worker.limit_host(init_info.max_host_bytes or None)
         self._session = WorkerSession(self.worker, init_info.socket, self._hello(init_info.token)).start()
 
     def _hello(self, token: str) -> Hello:
-        parallel = self.vllm_config.parallel_config
+        parallel = self._parallel
         cuda = self.device.type == "cuda"
         uuid = str(getattr(torch.cuda.get_device_properties(self.device), "uuid", "")) if cuda else ""
         return Hello(
@@ -83,7 +114,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             uuid=uuid,
             vllm=str(vllm.__version__),
             model=str(self.model_config.model),
-            staging_refusal=self.worker.staging_refusal(),
+            staging_refusal=self.worker.staging_refusal() if self.model is not None else "",
             state=self.worker.state,
         )
 
@@ -93,8 +124,16 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
     def finish_weight_update(self) -> None:
         """Nothing, and never raises: vLLM would count the update as under way for ever."""
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Do one thing. How it went is told to the agent by the session: a load that failed does not raise here."""
+    def receive_weights(self, update_info: UpdateInfo, load_weights: Any = None) -> None:
+        """Do one thing. How it went is told to the agent by the session: a load that failed does not raise here.
+
+        ``load_weights``: the model's own method, by which older releases hand the model over.
+        """
+        if self.model is None:
+            self.model = getattr(load_weights, "__self__", None)
+            if not isinstance(self.model, torch.nn.Module):
+                self.model = None
+                raise RuntimeError(f"weightplane: vLLM {vllm.__version__} hands over no model, only {load_weights!r}")
         if update_info.do == "survey":
             self.worker.survey(update_info.manifest_id)
         elif update_info.do == "apply":
@@ -112,3 +151,8 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         if self._session is not None:
             self._session.stop()
             self._session = None
+
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> None:
+        """Not ours: some releases of vLLM demand it of an engine."""
+        raise NotImplementedError("weightplane's trainers publish: weightplane.trainer_agent.Publisher")

@@ -10,6 +10,7 @@ import uuid
 from typing import Any
 
 from weightplane.controlplane.core.model import PauseMode
+from weightplane.inference_agent.vllm_plugin.compat import note
 from weightplane.inference_agent.vllm_plugin.wire import Hello, Link
 
 from ..base import Engine, EngineError, EngineUpdate, WorkerDevice
@@ -65,6 +66,8 @@ class Attached(Engine):
             if self._closed.wait(_LOOK_S):
                 raise EngineError("closed while waiting for vLLM")
         self._attach()
+        for text in sorted({note(h.vllm) for h in self._hellos()} - {""}):
+            log.warning("%s", text)
         for refusal in sorted({h.staging_refusal for h in self._hellos() if h.staging_refusal}):
             log.warning("updates come in place only: %s", refusal)
 
