@@ -21,13 +21,16 @@ from weightplane.controlplane.core.model import Config
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.transports.dtypes import as_bytes
 from weightplane.transports.external import set_mover
+from weightplane.transports.ucx_agent import package
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 T = TypeVar("T")
 
 #: No lease ends while a case runs, however busy the machine is: agents need no heartbeat helper.
 QUIET = Config(beat_s=1.0, ttl_s=120.0, quiesce_s=1.0)
-TRANSPORTS = ("shm", "grpc", "external")
+#: Those that move bytes themselves, between CPUs, as far as they are installed here.
+MOVERS = ("shm", "grpc", *(("ucx",) if package() else ()))
+TRANSPORTS = (*MOVERS, "external")
 
 
 class CaseFailed(AssertionError):

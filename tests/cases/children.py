@@ -121,8 +121,9 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def replica(address: str, name: str, fail_at: int = 0) -> None:
-    """A receiver. ``fail_at``: the bucket in the middle of which it raises, until it is told to be calm."""
+def replica(address: str, name: str, fail_at: int = 0, stop_at: int = 0) -> None:
+    """A receiver. ``fail_at``: the bucket in the middle of which it raises, until it is told to be calm; ``stop_at``:
+    the one in which it says so and stands still."""
     from tests.cases.base import Small
     from weightplane.controlplane import failpoints
     from weightplane.inference_agent.agent import InferenceAgent
@@ -131,8 +132,11 @@ def replica(address: str, name: str, fail_at: int = 0) -> None:
     def broken(hit: str, n: int) -> None:
         if hit == "replica.receive.inside" and n == fail_at:
             raise failpoints.FailpointError(f"the receiver broke in bucket {n}")
+        if hit == "replica.receive.inside" and n == stop_at:
+            say(inside=n)
+            threading.Event().wait()
 
-    if fail_at:
+    if fail_at or stop_at:
         failpoints.set_hook(broken)
     agent = InferenceAgent(address, "g", name, TorchModuleEngine(Small()))
     agent.start()
@@ -192,6 +196,7 @@ def forked(publisher: Any) -> str:
 def main() -> None:
     import torch
 
+    import tests.cases.plants_transfer  # noqa: F401 - registers
     import weightplane.trainer_agent.publisher  # noqa: F401 - warm
     from tests.cases.plants import planted
 

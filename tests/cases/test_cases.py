@@ -9,7 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cases import cases_control, cases_process, cases_tensor  # noqa: F401 - they register the cases
+from tests.cases import (  # noqa: F401 - they register the cases and the defects
+    cases_control,
+    cases_distribution,
+    cases_memory,
+    cases_names,
+    cases_process,
+    cases_tensor,
+    cases_transport,
+    plants_transfer,
+)
 from tests.cases.base import CASES, CaseFailed
 from tests.cases.children import POOL
 from tests.cases.plants import PLANTS, planted
@@ -20,7 +29,7 @@ globals().update({f"test_{c.name}": c.body for c in CASES.values()})
 @pytest.fixture(scope="module", autouse=True)
 def spares(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes for the process cases are warm by the time they are needed."""
-    if any("P0" in item.name for item in request.session.items):
+    if any("P0" in item.name or "X06" in item.name for item in request.session.items):
         POOL.warm()
     yield
     POOL.close()

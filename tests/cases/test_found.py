@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cases.base import Small, site
 from tests.core.test_dirty_joins import play
 from weightplane.controlplane.core import events as ev
+from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import GroupState, Held, Offer, Phase, Replica, Stage, Verify, Worker
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import EngineError
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 
@@ -70,3 +74,21 @@ def test_an_engine_whose_abort_raises_after_a_failed_apply_is_dirty_at_once() ->
         r1 = next(r for r in receipt.replicas if r.replica_id == "r1")
         assert r1.failure is not None and "device lost" in r1.failure.message
         assert not f.check_replica("r1").routable
+
+
+def test_an_agent_whose_name_is_refused_says_so_when_it_is_made() -> None:
+    """D04: the control plane refused its hello, and it dialled for ever."""
+    for group, name, wrong in (("g", "", "replica_id"), ("g", "-r", "replica_id"), ("g h", "r", "group")):
+        with pytest.raises(ValueError, match=rf"^{wrong}: expected 1 to 128 letters.* found '"):
+            InferenceAgent("127.0.0.1:1", group, name, TorchModuleEngine(Small()))
+
+
+def test_no_list_excuses_an_update_that_brings_nothing() -> None:
+    """T14: with lists that allow every name, an update none of whose names matched committed as a new version."""
+    engine = TorchModuleEngine(Small(), allow_extra=["*"], allow_missing=["*"])
+    stranger = TensorMeta("adapter.weight", "float32", (2,))
+    failure = engine.describe(Manifest.of([stranger]), ("r/0",)).failure("r")
+    assert failure is not None and failure.reason is Reason.MANIFEST_MISMATCH and "adapter.weight" in failure.message
+    known = TensorMeta("layers.0.bias", "float32", (32,))
+    said = engine.describe(Manifest.of([stranger, known]), ("r/0",))
+    assert not said.problems and said.ignored == ("adapter.weight",)

@@ -21,6 +21,7 @@ from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus
+from weightplane.controlplane.names import NAME_RULE, is_name
 from weightplane.transports.base import Transport
 from weightplane.v1 import agent_pb2
 
@@ -94,6 +95,9 @@ class InferenceAgent:
         serving_address: str = "",
         heartbeat: bool = True,
     ) -> None:
+        for what, name in (("group", group), ("replica_id", replica_id)):
+            if not is_name(name):
+                raise ValueError(f"{what}: expected {NAME_RULE}, found {name!r}")
         self.dial = Dial(dial) if isinstance(dial, str) else dial
         self.group, self.replica_id, self.engine = group, replica_id, engine
         self._labels = dict(labels or {})

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.names import NAME_RULE, is_name
 
 from .errors import Refused, shorten
 
 __all__ = ["between", "invalid", "label", "labels", "name", "not_built", "refuse", "request_id", "text"]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
 def refuse(reason: Reason, message: str, member: str = "") -> NoReturn:
@@ -34,8 +34,8 @@ def not_built(what: str) -> NoReturn:
 
 def name(field: str, value: str) -> str:
     """The name of a group or a replica."""
-    if not _NAME.fullmatch(value):
-        invalid(field, "1 to 128 letters, digits, '.', '_', '-', '/', beginning with a letter or digit", value)
+    if not is_name(value):
+        invalid(field, NAME_RULE, value)
     return value
 
 

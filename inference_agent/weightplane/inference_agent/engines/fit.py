@@ -28,7 +28,8 @@ def fit(
     """Compare ``workers[w]`` (the live tensors of ``members[w]``) with the manifest. Pure.
 
     A tensor is brought if the manifest has any of its names; one that no name brings is missing. A manifest name that
-    no worker has is extra. The allow-lists are ``fnmatch`` patterns.
+    no worker has is extra. The allow-lists are ``fnmatch`` patterns; no list excuses a manifest none of whose names is
+    known here.
     """
     if len(members) != len(workers):
         raise ValueError(f"expected {len(workers)} member name(s), found {len(members)}")
@@ -41,8 +42,9 @@ def fit(
     ours = {n for worker in workers for live in worker for n in live.names}
     missing, kept = _unsent(manifest, workers, allow_missing)
     unknown = [t.name for t in manifest if t.name not in ours]
-    ignored = [n for n in unknown if _matches(n, allow_extra)]
-    extra = [n for n in unknown if not _matches(n, allow_extra)]
+    binds = len(unknown) < len(manifest)  # an update that brings nothing at all is an error whatever the list allows
+    ignored = [n for n in unknown if binds and _matches(n, allow_extra)]
+    extra = [n for n in unknown if not (binds and _matches(n, allow_extra))]
     for n, hint in _with_hints(missing, extra):
         problems.append(Problem(ProblemKind.MISSING, n, f"the engine has {n!r}, the manifest does not{hint}"))
     for n, hint in _with_hints(extra, missing or sorted(ours)):
