@@ -429,6 +429,17 @@ def test_rule_10_the_confirmation_of_an_older_generation_makes_no_newer_one_dura
     assert second not in g.replies and g.s.trainer is not None and not g.s.trainer.durable
 
 
+def test_rule_10_the_end_of_the_fenced_trainers_update_leaves_its_successors_channels_alone() -> None:
+    g = Group().fleet().to(Phase.TRANSFERRING)
+    g.init("other", takeover=True)
+    assert g.s.trainer is not None and g.s.trainer.channels
+    for rid in ("r0", "r1"):
+        g.say(Stage.ABORTED, rid)
+    assert g.s.open is None and g.s.trainer is not None and g.s.trainer.channels
+    g.start("u2")
+    assert g.s.open is not None
+
+
 @pytest.mark.parametrize("how", ["takeover", "close"])
 def test_rule_10_a_queued_start_of_a_fenced_trainer_never_begins(how: str) -> None:
     g = Group().fleet().to(Phase.PREPARING)

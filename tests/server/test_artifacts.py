@@ -218,3 +218,13 @@ async def test_a_large_fleet_uploads_its_placements_all_at_once() -> None:
                 said = tn.Placement(member=member, pieces=[piece])
                 done.append(await artifacts.put_placement(manifest.id, member, said, first, 2))
         assert all(done) and len(set(done)) == len(members)
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 30])
+async def test_a_plan_of_too_many_buckets_is_refused_at_once_and_nobody_waits(bucket_bytes: int) -> None:
+    elements = 2**33 if bucket_bytes == 4096 else 2**60
+    async with server() as running, fleet(running.address, 1, bucket_bytes=bucket_bytes) as (trainer, _):
+        trainer.manifest = Manifest.of([TensorMeta("w", "bfloat16", (elements,))])
+        await trainer.put_manifest()
+        error = await refused(trainer.start(), "PLACEMENT_MISMATCH")
+        assert f"in buckets of {bucket_bytes} are" in str(error) and "larger bucket_bytes" in str(error)

@@ -130,8 +130,9 @@ async def test_updates_are_listed_newest_first_in_pages() -> None:
             if not token:
                 break
         assert versions == [6, 5, 4, 3, 2, 1] and pages == 3
-        bad = fl.ListUpdatesRequest(group="g", page_token="x")
-        await refused(trainer.fleet.ListUpdates(bad, timeout=5), "INVALID_ARGUMENT")
+        for token in ("x", "\u00b2", "-1", "9" * 5000):
+            bad = fl.ListUpdatesRequest(group="g", page_token=token)
+            await refused(trainer.fleet.ListUpdates(bad, timeout=5), "INVALID_ARGUMENT")
 
 
 async def test_three_answers_about_a_replica() -> None:

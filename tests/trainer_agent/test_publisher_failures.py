@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.trainer_agent.fleet import Fleet, eventually, fill, fleet, hook, same
-from weightplane.controlplane.core.model import Liveness
+from weightplane.controlplane.core.model import Liveness, PauseMode
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent import hashing
@@ -42,6 +44,52 @@ class Model(nn.Module):
 def f() -> Iterator[Fleet]:
     with fleet() as f:
         yield f
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["commit", "pause", "prepare"])
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_an_engine_that_raises_what_is_no_exception_is_named_and_healed_by_the_next_publish(
+    f: Fleet, raised: type[BaseException], where: str, mode: str
+) -> None:
+    class Odd(TorchModuleEngine):
+        armed = False
+
+        def _may_raise(self, here: str) -> None:
+            if self.armed and here == where:
+                self.armed = False
+                raise raised
+
+        def commit(self, update_id: str) -> None:
+            self._may_raise("commit")
+            super().commit(update_id)
+
+        def pause(self, holder: str, mode: PauseMode) -> None:
+            self._may_raise("pause")
+            super().pause(holder, mode)
+
+        def prepare(self, *args: Any, **more: Any) -> Any:
+            self._may_raise("prepare")
+            return super().prepare(*args, **more)
+
+    f.replica("r0", TorchModuleEngine(Model()))
+    odd = Odd(Model())
+    f.replica("r1", odd)
+    module = Model()
+    publisher = f.publisher(module, mode=mode, update_timeout=10)
+    publisher.publish(1)
+    odd.armed = True
+    fill(module, 2)
+    try:
+        receipt = publisher.publish(2)
+        (said,) = [r for r in receipt.replicas if r.replica_id == "r1"]
+        assert said.failure is not None and raised.__name__ in str(said.failure)
+    except UpdateFailed as e:
+        assert raised.__name__ in str(e) and "r1" in str(e)
+    assert not odd.armed
+    fill(module, 3)
+    publisher.publish(3)
+    assert same(f.engines["r0"], module) and same(odd, module)
 
 
 @pytest.fixture

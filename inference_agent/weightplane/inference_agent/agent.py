@@ -250,11 +250,11 @@ class InferenceAgent:
                 if time.monotonic() - looked >= _TICK_S:
                     looked = time.monotonic()
                     self._look()
-            except Exception as e:
+            except BaseException as e:  # the thread is ours, whatever an engine raises
                 log.exception("replica %s: taking %s failed", self.replica_id, type(event).__name__)
                 self._give_up(e)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """A fault of ours: the update under way fails by name rather than by its deadline."""
         t = self._state.taking
         if t is not None and not t.over and not t.dropping:

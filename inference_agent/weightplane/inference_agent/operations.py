@@ -137,7 +137,7 @@ class Operations:
             return
         try:
             self._engine.abandon(t.update_id)
-        except Exception as e:
+        except BaseException as e:
             log.error("%s, and it cannot be left behind: %s", text, e, extra=t.extra)
             return
         log.error("%s; left behind with its staging memory", text, extra=t.extra)
@@ -171,7 +171,7 @@ class Operations:
             detached("weightplane-close", self._channels.close)
         return True
 
-    def _pause_failed(self, holder: str, error: Exception) -> None:
+    def _pause_failed(self, holder: str, error: BaseException) -> None:
         t = self._transfer
         if holder == "update" and t is not None:
             self._emit(core.Failed(t.update_id, failure_of(error, self._replica_id, "pausing generation")))
@@ -186,7 +186,7 @@ class Operations:
                 work()
             except Abandoned:
                 return  # dropped meanwhile: the drain behind us says so
-            except Exception as e:
+            except BaseException as e:  # the thread is ours: an engine's SystemExit or CancelledError ends nothing else
                 if isinstance(e, PeerLost) and not applying:
                     t.cancelled.wait(_HEARSAY_S)
                 if t.cancelled.is_set() and not applying:
@@ -196,14 +196,14 @@ class Operations:
 
         self._work.submit(run)
 
-    def _failed(self, t: Transfer, error: Exception, doing: str, applying: bool) -> None:
+    def _failed(self, t: Transfer, error: BaseException, doing: str, applying: bool) -> None:
         failure = failure_of(error, self._replica_id, doing)
         expected = isinstance(error, Refusal)
         log.error("update %s: %s", t.update_id, failure, exc_info=None if expected else error, extra=t.extra)
         if applying:
             try:
                 self._engine.abort(t.update_id, True, str(failure))
-            except Exception:  # it is DIRTY all the same, and must be known to be
+            except BaseException:  # it is DIRTY all the same, and must be known to be
                 log.exception("update %s: the engine could not drop it", t.update_id, extra=t.extra)
             self._forget(t)
         self._emit(core.Failed(t.update_id, failure, dirty=applying))
@@ -377,7 +377,7 @@ class Operations:
             failpoints.hit("replica.drop.before")
             self._engine.abort(t.update_id, wrote, reason)
             failpoints.hit("replica.drop.after")
-        except Exception:
+        except BaseException:
             log.exception("update %s: it could not be dropped; memory counts as mixed", t.update_id, extra=t.extra)
             wrote = True
         self._channels.discard([w.channel for w in t.workers])

@@ -31,7 +31,7 @@ class Pauses:
         engine: Engine,
         replica_id: str,
         emit: Callable[[Any], None],
-        failed: Callable[[str, Exception], None],
+        failed: Callable[[str, BaseException], None],
     ) -> None:
         self._engine, self._replica_id = engine, replica_id
         self._emit, self._failed = emit, failed
@@ -49,7 +49,7 @@ class Pauses:
             if self._engine.wait_paused(holder, 0):
                 self._in_force(holder, number)
                 return
-        except Exception as e:
+        except BaseException as e:  # the thread is ours, whatever an engine raises
             self._raised(holder, e)
             return
         detached(f"weightplane-pause-{holder}", lambda: self._wait(holder, number))
@@ -60,7 +60,7 @@ class Pauses:
                 if self._engine.wait_paused(holder, _LOOK_S):
                     self._in_force(holder, number)
                     return
-        except Exception as e:
+        except BaseException as e:
             self._raised(holder, e)
 
     def _in_force(self, holder: str, number: int) -> None:
@@ -69,7 +69,7 @@ class Pauses:
                 self._since[holder] = time.monotonic()
                 self._emit(core.Paused(holder))
 
-    def _raised(self, holder: str, error: Exception) -> None:
+    def _raised(self, holder: str, error: BaseException) -> None:
         log.error("replica %s: pausing for %s failed", self._replica_id, holder, exc_info=error)
         self._failed(holder, error)
 
@@ -80,7 +80,7 @@ class Pauses:
             self._since.pop(holder, None)
         try:
             self._engine.resume(holder)
-        except Exception:
+        except BaseException:
             log.exception("replica %s: the engine did not let %s go", self._replica_id, holder)
         self._emit(core.Resumed(holder))
 

@@ -138,7 +138,7 @@ def _close(tx: Tx, u: Update) -> None:
         tx.put_replica(r)
     t = tx.state.trainer
     broken = any(p.unquiesced or p.gone or p.excluded for p in u.parts.values()) or u.phase is Phase.ABORTED
-    if t is not None and broken and u.calls:
+    if t is not None and t.generation == u.generation and broken and u.calls:
         tx.put_trainer(replace(t, channels=()))  # what the dead could still touch is never used again (rule 9)
     tx.write("close", u)
     tx.push(u.parts)

@@ -45,6 +45,7 @@ class Limits:
     manifests: int = 16
     layouts: int = 256
     plans: int = 32
+    buckets: int = 1_000_000  # of a plan
     uploads: int = 4096  # in pages, at once: every worker of a fleet may send its placement
 
 
@@ -197,12 +198,24 @@ class Artifacts:
                 raise PlanError([f"manifest {e.manifest_id} is gone: PutManifest again"])
             members = self._placements((*e.senders, *e.receivers))
             senders, receivers = members[: len(e.senders)], members[len(e.senders) :]
-            size = sum(len(m.pieces) for m in members)
+            size = sum(len(m.pieces) for m in members) + self._buckets(manifest, e.bucket_bytes)
             index = await self._work(size, _plan, manifest, senders, receivers, e.bucket_bytes)
             self._plan_of.put(key, index.plan.id)
             self._plans.put(index.plan.id, index)
         plan = index.plan
         return PlanSummary(plan.id, len(plan.buckets), plan.nbytes, index.bytes_for)
+
+    def _buckets(self, manifest: Manifest, bucket_bytes: int) -> int:
+        """About how many buckets a plan will have; refuses what would keep the server busy for minutes."""
+        found = manifest.nbytes // bucket_bytes
+        if found > self.limits.buckets:
+            raise PlanError(
+                [
+                    f"{manifest.nbytes} bytes in buckets of {bucket_bytes} are {found} buckets: expected at most "
+                    f"{self.limits.buckets}. Ask for larger bucket_bytes in InitTransfer"
+                ]
+            )
+        return found
 
     def _placements(self, members: Iterable[tuple[str, str]]) -> list[Placement]:
         out: list[Placement] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import grpc
@@ -129,7 +130,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         size = int(between("page_size", request.page_size, 0, 1000)) or 50
         below = 1 << 62
         if request.page_token:
-            if not request.page_token.isdigit():
+            if not re.fullmatch("[0-9]{1,19}", request.page_token):
                 invalid("page_token", "next_page_token of the page before", request.page_token)
             below = int(request.page_token)
         answer = fl.ListUpdatesResponse()
