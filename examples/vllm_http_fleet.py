@@ -36,7 +36,7 @@ def serve(checkpoint: str, core: int) -> tuple[str, subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_LOGGING_LEVEL": "WARNING"}
     options = [word for pair in OPTIONS.items() for word in pair]
-    process = subprocess.Popen([*command, *options, *FLAGS], env={**os.environ, **settings}, start_new_session=True)
+    process = subprocess.Popen([*command, *options, *FLAGS], env={**os.environ, **settings}, process_group=0)
     return f"http://127.0.0.1:{port}", process
 
 

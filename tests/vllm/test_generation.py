@@ -61,7 +61,7 @@ class TellingServer(VllmServer):
         environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command, env=environment, stdout=out, stderr=subprocess.STDOUT, process_group=0
             )
         return self
 
