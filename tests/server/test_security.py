@@ -17,7 +17,8 @@ from google.protobuf import descriptor, message_factory
 
 from tests.server.certificates import HAS_OPENSSL, authority, certificate
 from tests.server.scripted import FAST, reason_of, server
-from weightplane.controlplane.server.app import CLIENT_OPTIONS, ServerConfig
+from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.server.app import CLIENT_OPTIONS, ServerConfig, serve
 from weightplane.controlplane.server.security import RPC_ROLES, Role, Security, Tls, is_loopback, parse_tokens
 from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, weight_transfer_pb2
@@ -285,3 +286,11 @@ def test_a_server_survives_in_a_thread_and_leaves_signals_alone() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"127\.0\.0\.1:\d+\n", done.stdout)
+
+
+@pytest.mark.parametrize("port", ["", "x", "-1", "65536", "999999", "\u0661\u0662"])
+async def test_a_port_that_is_none_is_refused_to_listen_on_and_to_dial(port: str) -> None:
+    with pytest.raises(ValueError, match="expected host:port with a port from 0 to 65535"):
+        await serve(ServerConfig(MemoryStore(), address=f"127.0.0.1:{port}"))
+    with pytest.raises(ValueError, match="expected host:port with a port from 1 to 65535"):
+        Dial(f"127.0.0.1:{port}")

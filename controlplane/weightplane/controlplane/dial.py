@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-__all__ = ["CLIENT_OPTIONS", "Dial"]
+__all__ = ["CLIENT_OPTIONS", "Dial", "check_port"]
 
 _MIB = 1 << 20
 #: Pings find a dead connection within half a minute; our server forgives them at any rate. Retries are ours to make.
@@ -26,6 +26,15 @@ CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a broken connection is not shared with somebody else's channel
 )
+
+
+def check_port(address: str, least: int = 1) -> None:
+    """``ValueError`` for host:port whose port is none (gRPC would take it modulo 65536)."""
+    if address.startswith("unix:"):
+        return
+    port = address.rpartition(":")[2]
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and least <= int(port) <= 65535):
+        raise ValueError(f"{address!r}: expected host:port with a port from {least} to 65535, found {port[:20]!r}")
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,7 @@ class Dial:
     def __post_init__(self) -> None:
         if not self.address:
             raise ValueError("the control plane's address is empty: expected host:port or unix:path")
+        check_port(self.address)
         if bool(self.cert_pem) != bool(self.key_pem):
             raise ValueError("a client certificate and its key come together")
         if (self.ca_pem or self.cert_pem) and not self.tls:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from weightplane.controlplane.core.model import Config
+from weightplane.controlplane.dial import check_port
 from weightplane.controlplane.store.base import Store
 from weightplane.v1 import agent_pb2_grpc, fleet_pb2_grpc, weight_transfer_pb2_grpc
 
@@ -85,7 +86,8 @@ class Running:
 
 
 async def serve(config: ServerConfig) -> Running:
-    """Lead and serve. Raises ``ValueError`` for an unprotected address, and what the store raises."""
+    """Lead and serve. Raises ``ValueError`` for an unprotected address or an odd port, and what the store raises."""
+    check_port(config.address, 0)
     config.security.check(config.address)
     coordinator = Coordinator(config.store, config.core, config.limits)
     server = grpc.aio.server(
