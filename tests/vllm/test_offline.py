@@ -11,8 +11,9 @@ import pytest
 
 from tests.inference_agent.server import Server
 from weightplane.inference_agent.agent import InferenceAgent
-from weightplane.trainer_agent import Publisher, SafetensorsSource
+from weightplane.trainer_agent import Publisher, SafetensorsSource, StateDictSource, UpdateFailed
 
+from .fleet import tensors_of
 from .models import ENVIRONMENT, PROMPTS, TOKENS, dtype_of
 
 Golden = dict[str, list[list[int]]]
@@ -52,9 +53,10 @@ class Program:
         given: Any = [{"prompt_token_ids": p} for p in prompts]
         return [list(o.outputs[0].token_ids) for o in self.llm.generate(given, sampling, use_tqdm=False)]
 
-    def publish(self, checkpoint: Path, **options: Any) -> Any:
+    def publish(self, weights: Path | dict[str, Any], **options: Any) -> Any:
         self.step += 1
-        with Publisher(self.plane.address, self.group, SafetensorsSource(checkpoint), takeover=True, **options) as p:
+        source = SafetensorsSource(weights) if isinstance(weights, Path) else StateDictSource(weights)
+        with Publisher(self.plane.address, self.group, source, takeover=True, **options) as p:
             return p.publish(step=self.step)
 
     def close(self) -> None:
@@ -114,3 +116,24 @@ def test_generate_on_another_thread_is_kept(program: Program, folders: dict[str,
     assert {r.state for r in receipt.replicas} == {"READY"}
     assert len(made[0][0]) == 480
     assert program.generate(PROMPTS) == golden[program.other]
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_what_does_not_fit_is_refused_before_the_first_byte(
+    program: Program, folders: dict[str, Path], golden: Golden, mode: str
+) -> None:
+    """A wrong shape, a name that is missing, one too many: named, and vLLM goes on with what it had."""
+    version = program.publish(folders[program.first]).version
+    whole = tensors_of(folders[program.other])
+    name = "model.layers.1.self_attn.k_proj.weight"
+    without = {n: t for n, t in whole.items() if n != name}
+    for tensors, kind in (
+        ({**whole, name: whole[name][:-4].contiguous()}, "mis-shaped"),
+        (without, "missing"),
+        ({**without, name + "s": whole[name]}, "missing"),
+    ):
+        with pytest.raises(UpdateFailed) as failed:
+            program.publish(tensors, mode=mode)
+        assert name in str(failed.value) and kind.split("-")[-1] in str(failed.value), str(failed.value)
+        assert program.engine.held()[0].version == version and not program.engine.mixed()
+    assert program.generate(PROMPTS) == golden[program.first]
