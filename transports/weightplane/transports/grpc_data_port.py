@@ -55,7 +55,7 @@ class GrpcReceiveChannel(ReceiveChannel):
         self._lost: dict[str, str] = {}
         self._contexts: dict[str, grpc.ServicerContext] = {}
         self._landed = 0
-        self._writing = 0  # stream threads inside a copy to a span
+        self._chunk: Chunk | None = None  # checked, and given to ``receive``
         port.register(self)
 
     @property
@@ -74,12 +74,12 @@ class GrpcReceiveChannel(ReceiveChannel):
             if token == self._token:
                 return
             self._token = token
-            self._waiting, self._landed_buckets, self._lost = None, set(), {}
+            self._waiting, self._chunk, self._landed_buckets, self._lost = None, None, set(), {}
             self._end_streams()
             self._condition.notify_all()
 
     def receive(self, bucket: Bucket, spans: Sequence[torch.Tensor]) -> None:
-        """See ``ReceiveChannel``. The stream's thread copies; this one waits."""
+        """See ``ReceiveChannel``. This thread copies; meanwhile the stream's thread takes the next chunk from gRPC."""
         failpoints.hit("grpc.receive.before")
         cursor = SpanCursor(spans)
         if cursor.nbytes != bucket.nbytes:
@@ -90,24 +90,42 @@ class GrpcReceiveChannel(ReceiveChannel):
                 raise TransportError(f"bucket {bucket.index}: the channel was never armed")
             self._waiting = (bucket, cursor)
             self._condition.notify_all()
-            try:
-                while bucket.index not in self._landed_buckets:
+        try:
+            while cursor.position < cursor.nbytes:
+                chunk = self._next_chunk(bucket)
+                cursor.write(chunk.address, chunk.nbytes)
+                with self._condition:
+                    self._landed += chunk.nbytes
+                failpoints.hit("grpc.receive.inside")
+                with self._condition:
                     self._check(bucket.index)
-                    lost = self._lost.get(bucket.sender)
-                    if lost:
-                        raise PeerLost(f"{bucket.sender!r} {lost}", peers=(bucket.sender,), bucket=bucket.index)
-                    left = self._deadline - time.monotonic()
-                    if left <= 0:
-                        text = (
-                            f"{self.member!r} waited for {bucket.sender!r} in bucket {bucket.index} until the deadline"
-                        )
-                        raise ChannelTimeout(text, peers=(bucket.sender,), bucket=bucket.index)
-                    self._condition.wait(left)
-            finally:
-                self._waiting = None
-                while self._writing:  # whoever leaves here may let go of the spans: one copy of a chunk at most
-                    self._condition.wait()
+                    if self._chunk is not chunk:
+                        raise ChannelAborted(f"channel {self.spec.channel_id}: armed anew", bucket=bucket.index)
+                    if cursor.position == cursor.nbytes:
+                        self._landed_buckets.add(bucket.index)
+                    self._chunk = None
+                    self._condition.notify_all()
+        finally:
+            with self._condition:
+                self._waiting = self._chunk = None
+                self._condition.notify_all()
         failpoints.hit("grpc.receive.after")
+
+    def _next_chunk(self, bucket: Bucket) -> Chunk:
+        """Wait for it; it stays where it is until it is copied, so that no other is given meanwhile."""
+        with self._condition:
+            while True:
+                self._check(bucket.index)
+                if self._chunk is not None:
+                    return self._chunk
+                lost = self._lost.get(bucket.sender)
+                if lost:
+                    raise PeerLost(f"{bucket.sender!r} {lost}", peers=(bucket.sender,), bucket=bucket.index)
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    text = f"{self.member!r} waited for {bucket.sender!r} in bucket {bucket.index} until the deadline"
+                    raise ChannelTimeout(text, peers=(bucket.sender,), bucket=bucket.index)
+                self._condition.wait(left)
 
     def abort(self, reason: str) -> None:
         """See ``ReceiveChannel``; the senders' streams end."""
@@ -179,7 +197,7 @@ class GrpcReceiveChannel(ReceiveChannel):
             self._lost.pop(sender, None)
 
     def _take(self, token: ArmToken, sender: str, chunk: Chunk, context: grpc.ServicerContext) -> bool:
-        """Copy one chunk into the bucket that waits for it; whether that was the bucket's last."""
+        """Give one chunk to the ``receive`` that waits for it; whether its bucket is complete now."""
         with self._condition:
             while True:
                 if self._token != token or self._contexts.get(sender) is not context:
@@ -187,42 +205,33 @@ class GrpcReceiveChannel(ReceiveChannel):
                 if chunk.bucket in self._landed_buckets:
                     return chunk.nbytes == 0 or chunk.offset == 0  # a repeat: acknowledged once, moved never
                 waiting = self._waiting
-                if waiting is not None and waiting[0].index == chunk.bucket:
+                if waiting is not None and waiting[0].index == chunk.bucket and self._chunk is None:
                     break
                 self._condition.wait(1.0)
-            self._writing += 1
-        try:
-            self._write(waiting, sender, chunk)
-        finally:
-            with self._condition:
-                self._writing -= 1
-                self._condition.notify_all()
-        failpoints.hit("grpc.receive.inside")
-        with self._condition:
-            if self._token != token or self._waiting is not waiting:
+            bucket, cursor = waiting
+            _verify(bucket, cursor.position, sender, chunk)
+            self._chunk = chunk
+            self._condition.notify_all()
+            if chunk.offset + chunk.nbytes < bucket.nbytes:
+                return False
+            while self._chunk is chunk:
+                self._condition.wait(1.0)
+            if self._token != token or chunk.bucket not in self._landed_buckets:
                 raise _Refused(grpc.StatusCode.ABORTED, "the update is over here")
-            if chunk.offset + chunk.nbytes == waiting[0].nbytes:
-                self._landed_buckets.add(chunk.bucket)
-                self._condition.notify_all()
-                return True
-        return False
+            return True
 
-    def _write(self, waiting: tuple[Bucket, SpanCursor], sender: str, chunk: Chunk) -> None:
-        """Copy one chunk to its place and count it; ``_Refused`` if it is not the one that comes next."""
-        bucket, cursor = waiting
-        if bucket.sender != sender:
-            raise _Refused(
-                grpc.StatusCode.INVALID_ARGUMENT, f"bucket {bucket.index} is {bucket.sender!r}'s, not {sender!r}'s"
-            )
-        if chunk.offset + chunk.nbytes > bucket.nbytes:
-            text = f"bucket {bucket.index} has {bucket.nbytes} bytes; the chunk ends at {chunk.offset + chunk.nbytes}"
-            raise _Refused(grpc.StatusCode.OUT_OF_RANGE, text)
-        if chunk.offset != cursor.position:
-            text = f"bucket {bucket.index}: expected byte {cursor.position}, found {chunk.offset}"
-            raise _Refused(grpc.StatusCode.OUT_OF_RANGE, text)
-        cursor.write(chunk.address, chunk.nbytes)
-        with self._condition:
-            self._landed += chunk.nbytes
+
+def _verify(bucket: Bucket, position: int, sender: str, chunk: Chunk) -> None:
+    """``_Refused`` if it is not the chunk that comes next."""
+    if bucket.sender != sender:
+        text = f"bucket {bucket.index} is {bucket.sender!r}'s, not {sender!r}'s"
+        raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, text)
+    if chunk.offset + chunk.nbytes > bucket.nbytes:
+        text = f"bucket {bucket.index} has {bucket.nbytes} bytes; the chunk ends at {chunk.offset + chunk.nbytes}"
+        raise _Refused(grpc.StatusCode.OUT_OF_RANGE, text)
+    if chunk.offset != position:
+        text = f"bucket {bucket.index}: expected byte {position}, found {chunk.offset}"
+        raise _Refused(grpc.StatusCode.OUT_OF_RANGE, text)
 
 
 def _meet(barrier: threading.Barrier) -> None:

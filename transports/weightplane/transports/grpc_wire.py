@@ -34,7 +34,7 @@ KEY_METADATA = "weightplane-channel-key-bin"
 #: Payload of one message. The contract allows up to 2 MiB.
 CHUNK_BYTES = 2 << 20
 _MAX_CHUNK = 2 << 20
-_FREED = 8 << 20
+_FREED = 24 << 20  # below 32 MiB, above which glibc does not learn from it
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
@@ -61,7 +61,8 @@ def reuse_freed_memory() -> None:
 
     It gives each back to the kernel until the process has freed one larger block; then every message is mapped, faulted
     in and cleared anew, which halved the receiver's speed. So free one, never touched. glibc then keeps up to twice its
-    size at the top of a heap. Other allocators ignore it.
+    size at the top of a heap: more than the messages in flight, or they would be given back after all (with 16 MiB one
+    process in two faulted in up to a fifth of what it received). Other allocators ignore it.
     """
     bytes(_FREED)
 
