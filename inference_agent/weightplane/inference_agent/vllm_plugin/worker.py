@@ -43,6 +43,7 @@ log = logging.getLogger("weightplane.vllm")
 _KEPT = 4
 _LATE_S = 2.0  # beyond the deadline that the agent keeps
 _LEAVE_S = 4.0
+_UNDER_WAY = ("is being applied", "comes in place")  # how a mix is named until it is known what came of it
 
 
 class _Update:
@@ -338,7 +339,8 @@ class WorkerReplica:
             log.debug("update %s ends here: %s", u.update_id, reason)
 
     def _spoil(self, reason: str) -> None:
-        self._tell(version=0, update_id="", mixed=self.state.mixed or reason)
+        was = self.state.mixed
+        self._tell(version=0, update_id="", mixed=reason if not was or was.endswith(_UNDER_WAY) else was)
 
     def agent_gone(self) -> None:
         """The agent's connection ended: nothing more comes. Data thread."""
@@ -375,7 +377,7 @@ class WorkerReplica:
         if u is None or u.update_id != update_id or self._slot is None:
             log.error("update %s is not staged here: nothing was loaded", update_id)
             return
-        self._tell(mixed=self.state.mixed or f"update {update_id} is being applied")
+        self._tell(mixed=self.state.mixed or f"update {update_id} {_UNDER_WAY[0]}")
         self._load(u, self._weights(u))
 
     def stream(self, update_id: str) -> None:
@@ -393,7 +395,7 @@ class WorkerReplica:
         """What comes; with the first tensor the live memory counts as mixed."""
         for n, item in enumerate(stream):
             if not n:
-                self._tell(version=0, update_id="", mixed=self.state.mixed or f"update {u.update_id} comes in place")
+                self._tell(version=0, update_id="", mixed=self.state.mixed or f"update {u.update_id} {_UNDER_WAY[1]}")
             yield item
 
     def _load(self, u: _Update, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
