@@ -97,7 +97,7 @@ class Processes:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **env},
-                start_new_session=True,  # Ctrl-C reaches this process alone, and it ends the others in order
+                process_group=0,  # Ctrl-C reaches this process alone, and it ends the others in order
             )
 
     def _launched(self, name: str) -> list[str]:
