@@ -115,7 +115,7 @@ class Rollouts:
             connection.close()
 
     def _output(self, choice: Mapping[str, Any], prompt_tokens: int, cached: int | None) -> VllmOutput:
-        tokens = list(choice["token_ids"] or ())
+        tokens: list[int] = list(choice["token_ids"] or ())
         content = (choice.get("logprobs") or {}).get("content") or ()
         return VllmOutput(
             tokens,
