@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from tests.process.coded import step_of
@@ -83,7 +84,7 @@ def load(f: Fleet, ledger: Ledger, routers: int = 3, strays: int = 1) -> Iterato
         kind = "routed" if floor else "stray"
         try:
             status, answer = http(f.serving[replica], "/generate", body, timeout=60)
-        except OSError:  # the process is dead, or died with the request
+        except (OSError, HTTPException):  # the process is dead, or died with the request or in its answer
             with lock:
                 ledger.seen[f"{kind}: connection lost"] += 1
             stop.wait(0.02)
