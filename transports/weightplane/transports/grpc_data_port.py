@@ -3,9 +3,6 @@
 A stream that opens names its channel, update, epoch, generation, sender and receiver, and shows the channel's key; only
 then is a byte of it read, and only a bucket that ``receive`` waits for is written. A stream whose bucket is not waited
 for yet is not read either: HTTP/2 flow control holds its sender back, so memory stays bounded.
-
-Three threads work on a stream at once: gRPC's own assembles a message, one of the pool takes the one before and checks
-it, ``receive`` copies that. Another of the pool answers, so that no chunk waits for an acknowledgement on its way out.
 """
 
 from __future__ import annotations
@@ -14,8 +11,7 @@ import contextlib
 import hmac
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -32,7 +28,7 @@ from .span_cursor import SpanCursor
 
 __all__ = ["DataPort", "GrpcReceiveChannel"]
 
-_STREAMS = 256  # streams served at once; two threads each while it lives
+_STREAMS = 256  # streams served at once; one thread each while it lives
 _THREADS = 8  # there from the start
 _TOKEN_WAIT = 30.0  # a stream may open this long before its receiver is armed for it
 _INSIDE = 2 << 20  # a failpoint is passed at least this often
@@ -44,24 +40,12 @@ class _Refused(Exception):
         self.code = code
 
 
-class _Stream:
-    """One opened stream. Its two threads, which take its chunks and answer, share it under the channel's lock."""
-
-    def __init__(self, token: ArmToken, sender: str, context: grpc.ServicerContext) -> None:
-        self.token, self.sender, self.context = token, sender, context
-        self.landed: deque[int] = deque()  # buckets to acknowledge
-        self.over = False
-        self.error: Exception | None = None
-
-
 class GrpcReceiveChannel(ReceiveChannel):
     """One receiver of one channel; registered with the data port from birth to ``close``."""
 
     def __init__(self, port: DataPort, spec: ChannelSpec, member: str) -> None:
         self._port, self.spec, self.member = port, spec, member
-        lock = threading.RLock()
-        self._condition = threading.Condition(lock)
-        self._to_answer = threading.Condition(lock)  # a stream has a bucket to acknowledge, or is over
+        self._condition = threading.Condition()
         self._token: ArmToken | None = None
         self._deadline = 0.0
         self._reason: str | None = None
@@ -69,9 +53,9 @@ class GrpcReceiveChannel(ReceiveChannel):
         self._waiting: tuple[Bucket, SpanCursor] | None = None
         self._landed_buckets: set[int] = set()
         self._lost: dict[str, str] = {}
-        self._streams: dict[str, _Stream] = {}
+        self._contexts: dict[str, grpc.ServicerContext] = {}
         self._landed = 0
-        self._chunk: tuple[Chunk, _Stream] | None = None  # checked, and given to ``receive``
+        self._chunk: Chunk | None = None  # checked, and given to ``receive``
         port.register(self)
 
     @property
@@ -108,19 +92,17 @@ class GrpcReceiveChannel(ReceiveChannel):
             self._condition.notify_all()
         try:
             while cursor.position < cursor.nbytes:
-                given = chunk, stream = self._next_chunk(bucket)
+                chunk = self._next_chunk(bucket)
                 cursor.write(chunk.address, chunk.nbytes)
                 with self._condition:
                     self._landed += chunk.nbytes
                 failpoints.hit("grpc.receive.inside")
                 with self._condition:
                     self._check(bucket.index)
-                    if self._chunk is not given:
+                    if self._chunk is not chunk:
                         raise ChannelAborted(f"channel {self.spec.channel_id}: armed anew", bucket=bucket.index)
                     if cursor.position == cursor.nbytes:
                         self._landed_buckets.add(bucket.index)
-                        stream.landed.append(bucket.index)
-                        self._to_answer.notify_all()
                     self._chunk = None
                     self._condition.notify_all()
         finally:
@@ -129,7 +111,7 @@ class GrpcReceiveChannel(ReceiveChannel):
                 self._condition.notify_all()
         failpoints.hit("grpc.receive.after")
 
-    def _next_chunk(self, bucket: Bucket) -> tuple[Chunk, _Stream]:
+    def _next_chunk(self, bucket: Bucket) -> Chunk:
         """Wait for it; it stays where it is until it is copied, so that no other is given meanwhile."""
         with self._condition:
             while True:
@@ -168,88 +150,75 @@ class GrpcReceiveChannel(ReceiveChannel):
             raise ChannelAborted(f"channel {self.spec.channel_id}: {self._reason}", bucket=bucket)
 
     def _end_streams(self) -> None:
-        for stream in self._streams.values():
-            stream.context.cancel()
-        self._streams.clear()
+        for context in self._contexts.values():
+            context.cancel()
+        self._contexts.clear()
 
-    # --- a stream's threads: gRPC's, which answers, and one that takes the chunks meanwhile ---
+    # --- the stream's thread ---
 
     def serve(
         self, opening: TransferOpen, chunks: Iterator[Chunk], context: grpc.ServicerContext
     ) -> Iterator[TransferResponse]:
         """Answer one opened stream. Raises ``_Refused`` before the first byte of a stale one."""
-        stream = _Stream(ArmToken(opening.update_id, opening.epoch, opening.generation), opening.sender, context)
-        self._admit(stream)
+        token = ArmToken(opening.update_id, opening.epoch, opening.generation)
+        self._admit(token, opening.sender, context)
         yield TransferResponse(bucket=-1, bytes_landed=self._landed)
-        self._port.in_pool(self._take_all, stream, chunks)
-        while True:
-            with self._to_answer:
-                while not (stream.landed or stream.over):
-                    self._to_answer.wait()
-                if not stream.landed:
-                    break
-                answer = TransferResponse(bucket=stream.landed.popleft(), bytes_landed=self._landed)
-            yield answer
-        if stream.error is not None:
-            raise stream.error
+        try:
+            for chunk in chunks:
+                if chunk.open is not None:
+                    raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, "a stream is opened once")
+                if self._take(token, opening.sender, chunk, context):
+                    yield TransferResponse(bucket=chunk.bucket, bytes_landed=self._landed)
+        finally:
+            with self._condition:
+                if self._contexts.get(opening.sender) is context:
+                    del self._contexts[opening.sender]
+                    if self._token == token:
+                        self._lost.setdefault(opening.sender, "ended its stream, or died")
+                    self._condition.notify_all()
 
-    def _admit(self, stream: _Stream) -> None:
-        token, sender, until = stream.token, stream.sender, time.monotonic() + _TOKEN_WAIT
+    def _admit(self, token: ArmToken, sender: str, context: grpc.ServicerContext) -> None:
+        until = time.monotonic() + _TOKEN_WAIT
         with self._condition:
             while self._token != token:
                 armed = self._token
                 stale = armed is not None and (token.epoch, token.generation) < (armed.epoch, armed.generation)
                 left = until - time.monotonic()
-                if stale or left <= 0 or self._closed or self._reason is not None or not stream.context.is_active():
+                if stale or left <= 0 or self._closed or self._reason is not None or not context.is_active():
                     text = f"update {token.update_id} is not what {self.member!r} is armed for"
                     raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, text)
                 self._condition.wait(min(left, 0.2))
             if sender not in self.spec.senders:
                 raise _Refused(grpc.StatusCode.PERMISSION_DENIED, f"{sender!r} is no sender of this channel")
-            old = self._streams.pop(sender, None)
+            old = self._contexts.pop(sender, None)
             if old is not None:
-                old.context.cancel()
-            self._streams[sender] = stream
+                old.cancel()
+            self._contexts[sender] = context
             self._lost.pop(sender, None)
 
-    def _take_all(self, stream: _Stream, chunks: Iterator[Chunk]) -> None:
-        try:
-            for chunk in chunks:
-                if chunk.open is not None:
-                    raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, "a stream is opened once")
-                self._take(stream, chunk)
-        except Exception as error:  # raised again by the thread that answers
-            stream.error = error
-        with self._condition:
-            while self._chunk is not None and self._chunk[1] is stream:
-                self._condition.wait()
-            stream.over = True
-            if self._streams.get(stream.sender) is stream:
-                del self._streams[stream.sender]
-                if self._token == stream.token:
-                    self._lost.setdefault(stream.sender, "ended its stream, or died")
-                self._condition.notify_all()
-            self._to_answer.notify_all()
-
-    def _take(self, stream: _Stream, chunk: Chunk) -> None:
-        """Give one chunk to the ``receive`` that waits for it."""
+    def _take(self, token: ArmToken, sender: str, chunk: Chunk, context: grpc.ServicerContext) -> bool:
+        """Give one chunk to the ``receive`` that waits for it; whether its bucket is complete now."""
         with self._condition:
             while True:
-                if self._token != stream.token or self._streams.get(stream.sender) is not stream:
+                if self._token != token or self._contexts.get(sender) is not context:
                     raise _Refused(grpc.StatusCode.ABORTED, "the update is over here")
-                if chunk.bucket in self._landed_buckets:  # a repeat: acknowledged once, moved never
-                    if chunk.nbytes == 0 or chunk.offset == 0:
-                        stream.landed.append(chunk.bucket)
-                        self._to_answer.notify_all()
-                    return
+                if chunk.bucket in self._landed_buckets:
+                    return chunk.nbytes == 0 or chunk.offset == 0  # a repeat: acknowledged once, moved never
                 waiting = self._waiting
                 if waiting is not None and waiting[0].index == chunk.bucket and self._chunk is None:
                     break
                 self._condition.wait(1.0)
             bucket, cursor = waiting
-            _verify(bucket, cursor.position, stream.sender, chunk)
-            self._chunk = chunk, stream
+            _verify(bucket, cursor.position, sender, chunk)
+            self._chunk = chunk
             self._condition.notify_all()
+            if chunk.offset + chunk.nbytes < bucket.nbytes:
+                return False
+            while self._chunk is chunk:
+                self._condition.wait(1.0)
+            if self._token != token or chunk.bucket not in self._landed_buckets:
+                raise _Refused(grpc.StatusCode.ABORTED, "the update is over here")
+            return True
 
 
 def _verify(bucket: Bucket, position: int, sender: str, chunk: Chunk) -> None:
@@ -277,7 +246,7 @@ class DataPort:
         self._channels: dict[tuple[str, str], GrpcReceiveChannel] = {}
         self._lock = threading.Lock()
         reuse_freed_memory()
-        self._pool = pool = ThreadPoolExecutor(2 * _STREAMS, thread_name_prefix="weightplane-data-port")
+        self._pool = pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="weightplane-data-port")
         options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.so_reuseport", 0)]
         self._server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(
@@ -299,7 +268,7 @@ class DataPort:
         """Make a channel known; streams may open it from now on."""
         with self._lock:
             self._channels[channel.spec.channel_id, channel.member] = channel
-        self._have_threads(4 * len(channel.spec.senders))
+        self._have_threads(2 * len(channel.spec.senders))
 
     def _have_threads(self, n: int) -> None:
         """A stream may open while those before it are still ending: have the threads for all now, so that their number
@@ -307,10 +276,6 @@ class DataPort:
         meet = threading.Barrier(n)
         for _ in range(n):
             self._pool.submit(_meet, meet)
-
-    def in_pool(self, work: Callable[..., None], *arguments: object) -> None:
-        """Run it in a thread of a stream."""
-        self._pool.submit(work, *arguments)
 
     def unregister(self, channel: GrpcReceiveChannel) -> None:
         """Forget a channel."""
