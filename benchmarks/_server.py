@@ -6,6 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
+
+from benchmarks import _timeline
 from weightplane.controlplane.core.model import Config
 from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
 from weightplane.controlplane.server.security import Security, Tls
@@ -23,4 +26,5 @@ async def main(file: str, *tls: str) -> None:
 
 
 if __name__ == "__main__":
+    _timeline.install("server")
     asyncio.run(main(*sys.argv[1:]))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from benchmarks import _timeline
 from benchmarks._limits import CardLimits, HostLimits, fill
 from benchmarks._memory import HostPeak
 from benchmarks._models import Shape, model
@@ -166,5 +167,6 @@ class Replica(_Holder):
 
 
 if __name__ == "__main__":
+    _timeline.install(sys.argv[1])
     serve(Trainer() if sys.argv[1] == "trainer" else Replica())
     registry.shutdown()

@@ -22,6 +22,7 @@ from weightplane.transports.buckets import SpanError
 from weightplane.v1 import tensor_pb2, update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
+from .client import Pending
 from .context import AttemptFailed, Rank, RanksDisagree, UpdateEnded, is_aborted, is_over, is_undecided
 from .errors import (
     OutcomeUnknown,
@@ -72,6 +73,7 @@ class Attempt:
     transfer: Transfer | None = None
     _deadline: float = 0.0
     _told: threading.Event = field(default_factory=threading.Event)
+    _finishing: Pending | None = None
 
     def run(self, deadline: float) -> update_pb2.UpdateInfo:
         """The whole update; returns it committed. ``deadline``: for StartUpdate; then the update's own holds.
@@ -157,6 +159,7 @@ class Attempt:
             self._lane_failed,
             self.produced,
             hold_source=self.hold_source,
+            begin_finish=self._begin_finish,
         )
         self.transfer = transfer
         self.stop.on_set(lambda e: transfer.abandon(str(e)))
@@ -166,7 +169,9 @@ class Attempt:
         answer: wt.GetPlanResponse = self.rank.client.call("GetPlan", request, self._deadline, self.stop)
         return answer.page
 
-    def _finish(self) -> update_pb2.UpdateInfo:
+    def _begin_finish(self) -> None:
+        """Say that all is declared and every digest put. The coordinator decides once the receivers have it all, so
+        this may be said while bytes are on the wire."""
         r = self.rank
         assert self.transfer is not None
         hit("trainer.finish.before")
@@ -179,7 +184,13 @@ class Attempt:
             rank=r.rank,
             gather_s=self.transfer.user_code.spent,
         )
-        answer: wt.FinishUpdateResponse = r.client.call("FinishUpdate", request, self._deadline + 2.0, self.stop)
+        self._finishing = r.client.begin("FinishUpdate", request, self._deadline + 2.0, self.stop)
+
+    def _finish(self) -> update_pb2.UpdateInfo:
+        if self._finishing is None:
+            self._begin_finish()
+        assert self._finishing is not None
+        answer: wt.FinishUpdateResponse = self._finishing.wait()
         hit("trainer.finish.after")
         return self._flipped(answer.update)
 
@@ -249,6 +260,8 @@ class Attempt:
 
     def _end(self, error: BaseException) -> update_pb2.UpdateInfo:
         """Clean up after ``error``, then raise what it means; or return the update if it committed all the same."""
+        if self._finishing is not None:
+            self._finishing.cancel()
         if self.transfer is not None:
             self.transfer.abandon(str(error))
         finishing = isinstance(error, Unanswered) and error.method == "FinishUpdate"
@@ -265,10 +278,12 @@ class Attempt:
             return self._refused(error)
         if isinstance(error, TransportError | SpanError | PlanError | TimeoutError | RanksDisagree | Unanswered):
             update = self._settle(None)
+            if update is not None and update.phase == update_pb2.UPDATE_PHASE_COMMITTED:
+                return self._flipped(update)  # the receivers had it all, and it was decided, before this went wrong
             if update is not None and is_aborted(update) and not self._told_by_us(update):
                 raise AttemptFailed(failure_from_proto(update.failure), update) from error
             raise AttemptFailed(self._own_failure(error), update, update_id=self.update_id) from error
-        if isinstance(error, PublisherClosed) and self.transfer is not None and self.transfer.done:
+        if isinstance(error, PublisherClosed) and self._finishing is not None:
             update = self._settle(None)
             if update is not None and update.phase == update_pb2.UPDATE_PHASE_COMMITTED:
                 return self._flipped(update)  # the cancel came after the decision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -15,9 +15,7 @@ from weightplane.v1 import agent_pb2_grpc, fleet_pb2_grpc, weight_transfer_pb2_g
 from .errors import CoordinatorUnreachable, RpcRefused, Unanswered, error_from_rpc
 from .stop import Stop
 
-__all__ = ["Client"]
-
-R = TypeVar("R")
+__all__ = ["Client", "Pending"]
 
 _BACKOFF_S = (0.05, 1.0)
 
@@ -38,30 +36,73 @@ class Client:
         Every mutating request carries its request_id, so that a repeat is harmless. Raises ``RpcRefused`` for an answer
         that is a refusal, ``Unanswered`` when the outcome is unknown, and ``stop``'s reason as soon as it has one.
         """
+        return self.begin(method, request, deadline, stop, retry=retry).wait()
+
+    def begin(
+        self, method: str, request: Any, deadline: float, stop: Stop | None = None, *, retry: bool = True
+    ) -> Pending:
+        """The same, on its way while the caller does something else; then ``wait``."""
         stub = getattr(self.transfer, method, None) or getattr(self.fleet, method)
+        return Pending(method, stub, request, deadline, stop or Stop(), self.dial.metadata, retry=retry)
+
+    def unreachable(self, error: Unanswered) -> CoordinatorUnreachable:
+        """The exception for a call that opens nothing and got no answer."""
+        where = f"the control plane at {self.dial.address} did not answer"
+        return CoordinatorUnreachable(
+            Failure(Reason.DEADLINE, f"{where}: {error}. Is it running, and is this its address?")
+        )
+
+    def close(self) -> None:
+        """Close the connection; open calls end as cancelled."""
+        self._channel.close()
+
+
+class Pending:
+    """A call under way. ``wait`` once, from one thread, or ``cancel``."""
+
+    def __init__(
+        self, method: str, stub: Any, request: Any, deadline: float, stop: Stop, metadata: Any, *, retry: bool
+    ) -> None:
+        self._method, self._stub, self._request = method, stub, request
+        self._deadline, self._stop, self._metadata, self._retry = deadline, stop, metadata, retry
+        self._future = self._send()
+
+    def _send(self) -> Any:
+        """The first attempt or another; ``None`` if there is no time for one."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return None
+        future = self._stub.future(self._request, timeout=left, metadata=self._metadata)
+        future.add_done_callback(lambda _: self._stop.poke())
+        return future
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self._future is not None:
+            self._future.cancel()
+
+    def wait(self) -> Any:
+        """The answer; see ``Client.call``."""
         pause = _BACKOFF_S[0]
         while True:
-            error = self._once(method, stub, request, deadline, stop or Stop())
-            if not isinstance(error, Unanswered):
-                return error
+            found = self._outcome()
+            if not isinstance(found, Unanswered):
+                return found
             wait = pause * random.uniform(0.5, 1.5)
             pause = min(2 * pause, _BACKOFF_S[1])
-            again = retry and error.code is grpc.StatusCode.UNAVAILABLE
-            if not again or time.monotonic() + wait >= deadline:
-                raise error
-            if stop is not None:
-                stop.wait(lambda: False, time.monotonic() + wait)
-            else:
-                time.sleep(wait)
+            again = self._retry and found.code is grpc.StatusCode.UNAVAILABLE
+            if not again or time.monotonic() + wait >= self._deadline:
+                raise found
+            self._stop.wait(lambda: False, time.monotonic() + wait)
+            self._future = self._send()
 
-    def _once(self, method: str, stub: Any, request: Any, deadline: float, stop: Stop) -> Any:
-        left = deadline - time.monotonic()
-        if left <= 0:
+    def _outcome(self) -> Any:
+        """What became of an attempt: its answer, or ``Unanswered``. Raises ``RpcRefused`` or the reason to stop."""
+        future, method = self._future, self._method
+        if future is None:
             return Unanswered(method, grpc.StatusCode.DEADLINE_EXCEEDED, "no time was left for the call")
-        future = stub.future(request, timeout=left, metadata=self.dial.metadata)
-        future.add_done_callback(lambda _: stop.poke())
         try:
-            stop.wait(future.done, deadline + 1.0)
+            self._stop.wait(future.done, self._deadline + 1.0)
         except BaseException:
             future.cancel()
             raise
@@ -77,14 +118,3 @@ class Client:
             if isinstance(found, RpcRefused):
                 raise found from None
             return found
-
-    def unreachable(self, error: Unanswered) -> CoordinatorUnreachable:
-        """The exception for a call that opens nothing and got no answer."""
-        where = f"the control plane at {self.dial.address} did not answer"
-        return CoordinatorUnreachable(
-            Failure(Reason.DEADLINE, f"{where}: {error}. Is it running, and is this its address?")
-        )
-
-    def close(self) -> None:
-        """Close the connection; open calls end as cancelled."""
-        self._channel.close()

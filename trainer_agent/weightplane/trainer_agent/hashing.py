@@ -22,6 +22,7 @@ from weightplane.transports.digest import LEAF_BYTES, digest_bytes, memory_of
 from weightplane.transports.digest_cuda import PartDigest, digest_tensors, grouped
 from weightplane.transports.identity import LiveSpans
 
+from .produced import Produced
 from .replay import ChannelReplay, LiveGroups
 
 __all__ = ["LaneHasher", "LiveHasher", "RegionDigests", "live_groups"]
@@ -216,26 +217,35 @@ def live_groups(replay: ChannelReplay, digests: RegionDigests) -> LiveGroups:
 
 
 class LiveHasher:
-    """Hashes a lane's groups in a thread of its own, beside the wire, which it does not wait for."""
+    """Hashes a lane's groups in a thread of its own, beside the wire, which it does not wait for.
 
-    def __init__(self, lane: int, live: LiveGroups, digests: RegionDigests) -> None:
-        self._live, self._found = live, digests.found
+    ``produced``: what must have run before that memory holds what is sent. ``changed`` is called once it has ended.
+    """
+
+    def __init__(
+        self, lane: int, live: LiveGroups, digests: RegionDigests, produced: Produced, changed: Callable[[], None]
+    ) -> None:
+        self._live, self._found, self._produced, self._changed = live, digests.found, produced, changed
+        self.done = False  # every digest of ``live`` is found
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"weightplane-hash-live-{lane}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"weightplane-hash-live-{lane}", daemon=True)
+        self.thread.start()
 
     def finish(self) -> None:
         """Wait for the digests; the memory may change from now on. Raises what hashing raised."""
-        self._thread.join()
+        self.thread.join()
         if self.error is not None:
             raise self.error
 
     def _run(self) -> None:
         try:
+            self._produced.wait()
             mine = self._live.mine
             for group in self._live.groups:
                 group.start()
             for group in self._live.groups:
                 self._found.update(zip((mine[r] for r in group.keys), group.values(), strict=True))
+            self.done = True
         except BaseException as e:  # raised by ``finish``, in the lane's thread
             self.error = e
+        self._changed()

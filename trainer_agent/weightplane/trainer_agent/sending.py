@@ -28,7 +28,7 @@ from .channels import OpenChannel
 from .hashing import LaneHasher, LiveHasher, RegionDigests, live_groups
 from .mirror import Mirror
 from .produced import NOTHING_QUEUED, Produced
-from .replay import ChannelReplay, of_channel
+from .replay import ChannelReplay, LiveGroups, of_channel
 from .sources import Local
 from .stop import Stop
 from .supply import Supply
@@ -106,14 +106,33 @@ class Sending:
         self._one_at_a_time = one_at_a_time
         self._threads: list[threading.Thread] = []
         self._mirrors: list[Mirror] = []
+        self._replays: dict[int, ChannelReplay] = {}  # by lane
+        self._live: dict[int, LiveGroups] = {}  # what a lane owes and has in device memory that stays
+        self._beside: dict[int, LiveHasher] = {}  # what hashes that
 
     @property
     def mirrored(self) -> tuple[int, float]:
         """Bytes copied to the host for transports that read nothing else, and the seconds that it took (all lanes)."""
         return sum(m.nbytes for m in self._mirrors), sum(m.seconds for m in self._mirrors)
 
+    def prepare(self) -> None:
+        """Find what the lanes send, and begin to hash what lies in device memory that stays: beside the call that arms
+        everybody, since neither touches a channel. Raises ``SpanError`` and what the source raises."""
+        for lane in self.lanes:
+            opened = lane.opened
+            replay = of_channel(opened.channel, lane.plan, self._manifest, opened.member)
+            self._replays[lane.number] = replay
+            if self._supply.watch is not None and opened.transport.capabilities.moves_bytes and not lane.ended:
+                replay.look(self._supply.source, self._supply.watch)
+            if self._digests is None or lane.ended:
+                continue
+            live = self._live[lane.number] = live_groups(replay, self._digests)
+            if live.groups:
+                hasher = LiveHasher(lane.number, live, self._digests, self._produced, self._stop.poke)
+                self._beside[lane.number] = hasher
+
     def start(self) -> None:
-        """Start a thread for every lane that has buckets of ours."""
+        """Start a thread for every lane that has buckets of ours. ``prepare`` comes first."""
         for lane in self.lanes:
             if not lane.ended:
                 thread = threading.Thread(
@@ -122,11 +141,25 @@ class Sending:
                 self._threads.append(thread)
                 thread.start()
 
+    def wait_hashed(self, deadline: float) -> bool:
+        """Wait until every digest is found that no lane must feed; True if those are all, so that none depends on what
+        is on the wire. Raises the reason to stop."""
+        if any(not self._live[lane.number].complete for lane in self.lanes if lane.number in self._live):
+            return False
+        beside = list(self._beside.values())
+        over = self._stop.wait(lambda: all(h.done or h.error is not None for h in beside), deadline)
+        return over and all(h.done for h in beside)
+
     def wait(self, deadline: float) -> bool:
         """Wait until every lane ended; False at the deadline. Raises a lane's error, or the reason to stop."""
         over = self._stop.wait(lambda: all(x.ended for x in self.lanes) or self.error is not None, deadline)
         if self.error is not None:
             raise self.error
+        for hasher in self._beside.values():  # of a lane that was excluded before it began, too: it reads the source
+            hasher.finish()
+        if over:
+            for known in (self._beside, self._live, self._replays):
+                known.clear()  # they hold on to the source's memory
         return over
 
     @property
@@ -152,26 +185,28 @@ class Sending:
     def join(self, seconds: float) -> bool:
         """Wait for the threads; whether all have left their channels."""
         end = time.monotonic() + seconds
-        for thread in self._threads:
+        threads = [*self._threads, *(h.thread for h in self._beside.values())]
+        for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        return not any(t.is_alive() for t in self._threads)
+        return not any(t.is_alive() for t in threads)
 
     # --- one lane's thread ---
 
     def _run(self, lane: Lane) -> None:
-        hashers: list[LaneHasher | LiveHasher] = []
+        fed: LaneHasher | None = None
         try:
             try:
                 self._produced.wait()
-                opened = lane.opened
-                replay = of_channel(opened.channel, lane.plan, self._manifest, opened.member)
-                if self._supply.watch is not None and opened.transport.capabilities.moves_bytes:
-                    replay.look(self._supply.source, self._supply.watch)
-                self._send_all(lane, replay, self._hashers(lane, replay, hashers))
+                live = self._live.get(lane.number)
+                if self._digests is not None and live is not None and not live.complete:
+                    fed = LaneHasher(lane.number, lane.plan, self._digests, live.regions)
+                self._send_all(lane, self._replays[lane.number], fed)
             finally:
                 self._supply.leave(lane.number)
-                for hasher in hashers:
-                    hasher.finish()
+                if fed is not None:
+                    fed.finish()
+                if lane.number in self._beside:
+                    self._beside[lane.number].finish()
         except BaseException as e:
             if not (lane.excluded and isinstance(e, ChannelAborted | PeerLost)) and self._stop.error is None:
                 lane.error = e
@@ -179,19 +214,6 @@ class Sending:
                 self._on_error(e)
         lane.ended = True
         self._stop.poke()
-
-    def _hashers(self, lane: Lane, replay: ChannelReplay, hashers: list[LaneHasher | LiveHasher]) -> LaneHasher | None:
-        """Start what hashes beside the lane (noted in ``hashers``); the one that wants the buckets, if any does."""
-        if self._digests is None:
-            return None
-        live = live_groups(replay, self._digests)
-        if live.groups:
-            hashers.append(LiveHasher(lane.number, live, self._digests))
-        if live.complete:
-            return None
-        fed = LaneHasher(lane.number, lane.plan, self._digests, live.regions)
-        hashers.append(fed)
-        return fed
 
     def _send_all(self, lane: Lane, replay: ChannelReplay, hasher: LaneHasher | None) -> None:
         channel, capabilities = lane.opened.channel, lane.opened.transport.capabilities

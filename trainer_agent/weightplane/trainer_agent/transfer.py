@@ -18,6 +18,7 @@ from weightplane.transports.digest import digest_spans
 from weightplane.v1 import agent_pb2, common_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
+from .client import Pending
 from .context import Rank, UpdateEnded, UserCode
 from .errors import RpcRefused
 from .hashing import RegionDigests
@@ -53,19 +54,22 @@ class Transfer:
         produced: Produced = NOTHING_QUEUED,
         *,
         hold_source: bool = True,
+        begin_finish: Callable[[], None] = lambda: None,
     ) -> None:
         """``produced``: what the caller had queued when it published. ``hold_source``: what is worked out for the
-        source's memory may be kept for the next update, and that memory with it."""
+        source's memory may be kept for the next update, and that memory with it. ``begin_finish``: called as soon as
+        nothing is left to be said about the update's bytes, which may still be on the wire."""
         self._rank, self._source, self._manifest = rank, source, manifest
         self._produced, self._hold_source = produced, hold_source
         self._answer, self._plans, self._deadline = answer, plans, deadline
-        self._stop, self._on_error = stop, on_error
+        self._stop, self._on_error, self._begin_finish = stop, on_error, begin_finish
         self._sending: list[Sending] = []
         self._excluded: set[str] = set()
         self._units = 0
         self.user_code = UserCode()
         self.armed: list[str] = []  # channels whose buckets everyone has heard of
         self.done = False  # ``run`` has returned: no byte is on any channel
+        self._window: GatherSupply | None = None
         self._digests: RegionDigests | None = None
         if answer.verify != common_pb2.VERIFY_LEVEL_OFF:
             sampled = answer.verify == common_pb2.VERIFY_LEVEL_SAMPLED
@@ -88,13 +92,16 @@ class Transfer:
         calls = [channels for channels in (by_mode[False], by_mode[True]) if channels]
         for seq, channels in enumerate(calls, 1):
             lanes = self._arm(channels)
-            self._declare(seq, channels if len(calls) > 1 else [], lanes)
+            request = self._declaration(seq, channels if len(calls) > 1 else [])
+            declared = self._rank.client.begin("UpdateWeights", request, self._deadline, self._stop)
+            try:
+                sending = self._prepare(lanes)
+            except BaseException:
+                declared.cancel()
+                raise
+            self._declare(declared, request, lanes)
             hit("trainer.update.armed")
-            self._send(lanes)
-            if self._digests is not None:
-                for lane in lanes:
-                    if not lane.excluded:
-                        self._put_digests(lane.plan, self._digests.of_plan(lane.plan, self._late))
+            self._send(sending, last=seq == len(calls))
         self.done = True
 
     def exclude(self, replica_ids: Sequence[str]) -> None:
@@ -134,10 +141,9 @@ class Transfer:
             lanes.append(Lane(len(lanes), opened, plan, buckets))
         return lanes
 
-    def _declare(self, seq: int, channels: Sequence[str], lanes: Sequence[Lane]) -> None:
-        """UpdateWeights: returns when every receiver and every rank is armed."""
+    def _declaration(self, seq: int, channels: Sequence[str]) -> wt.UpdateWeightsRequest:
         r = self._rank
-        request = wt.UpdateWeightsRequest(
+        return wt.UpdateWeightsRequest(
             request_id=uuid.uuid4().hex,
             group=r.group,
             generation=r.generation,
@@ -147,9 +153,13 @@ class Transfer:
             seq=seq,
             buckets=[agent_pb2.BucketRange(channel_id=c) for c in channels],
         )
+
+    def _declare(self, declared: Pending, request: wt.UpdateWeightsRequest, lanes: Sequence[Lane]) -> None:
+        """UpdateWeights: returns when every receiver and every rank is armed."""
+        r = self._rank
         while True:
             try:
-                answer: wt.UpdateWeightsResponse = r.client.call("UpdateWeights", request, self._deadline, self._stop)
+                answer: wt.UpdateWeightsResponse = declared.wait()
                 break
             except RpcRefused as e:
                 # The in-place call of a mixed update is refused until every rank put its staged digests.
@@ -157,23 +167,25 @@ class Transfer:
                     raise
                 if self._stop.wait(lambda: False, time.monotonic() + 0.02) or time.monotonic() >= self._deadline:
                     raise
+                declared = r.client.begin("UpdateWeights", request, self._deadline, self._stop)
         self.armed.extend(x.opened.spec.channel_id for x in lanes)
         for lane in lanes:
             if lane.opened.spec.channel_id in answer.excluded_channels:
                 lane.excluded = lane.ended = True
 
-    def _send(self, lanes: Sequence[Lane]) -> None:
+    def _prepare(self, lanes: Sequence[Lane]) -> Sending:
+        """All that can be done while the others arm."""
         source, stop = self._source, self._stop
         work = [(x.plan, () if x.ended else x.buckets) for x in lanes]
         gathers = source if isinstance(source, GatherSource) else None
         alone = gathers is not None and gathers.device_kind != "cpu"
         room = 0 if alone else _PREFETCH
-        window = GatherSupply(work, stop, room, gathers.device_kind) if gathers is not None else None
+        self._window = GatherSupply(work, stop, room, gathers.device_kind) if gathers is not None else None
         tolerant = self._answer.commit_policy.WhichOneof("policy") == "at_least"
         sending = Sending(
             lanes,
             self._manifest,
-            window or DirectSupply(source, work, replay=self._hold_source),
+            self._window or DirectSupply(source, work, replay=self._hold_source),
             self._digests,
             stop,
             tolerant_s=2 * self._rank.ttl_s if tolerant else 0.0,
@@ -183,13 +195,34 @@ class Transfer:
             produced=self._produced,
         )
         self._sending.append(sending)
+        sending.prepare()
+        return sending
+
+    def _send(self, sending: Sending, last: bool) -> None:
+        """Send, and put the digests as soon as they are known. With the last of them the coordinator has heard all:
+        what is left are bytes, and who receives them says when they are there."""
         if self._excluded:
             sending.exclude(sorted(self._excluded))
         sending.start()
-        if gathers is not None and window is not None:
-            self._pump(gathers, window, sending)
+        gathers, early = self._window is not None, False
+        if gathers:
+            assert isinstance(self._source, GatherSource) and self._window is not None
+            self._pump(self._source, self._window, sending)
+        elif self._digests is None or sending.wait_hashed(self._deadline):
+            early = True
+            self._put_all(sending)
+            if last:
+                self._begin_finish()
         if not sending.wait(self._deadline):
             raise TimeoutError(f"{self._rank.member} could not send its buckets by the update's deadline")
+        if not early:
+            self._put_all(sending)
+
+    def _put_all(self, sending: Sending) -> None:
+        if self._digests is not None:
+            for lane in sending.lanes:
+                if not lane.excluded:
+                    self._put_digests(lane.plan, self._digests.of_plan(lane.plan, self._late))
 
     def _count(self) -> None:
         self._units += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from .harness import Fleet
 
@@ -18,7 +19,7 @@ DEVICE_SLACK = 32 << 20  # bytes of a device that a driver takes as it likes, in
 RSS_SLACK_KIB = 16 << 10  # a sixteenth of what 50 updates of 5 MB would leave behind if each were kept
 
 
-def _compare(f: Fleet, before: dict[str, dict[str, int]]) -> None:
+def _compare(f: Fleet, before: dict[str, dict[str, Any]]) -> None:
     """Nothing has grown; a library may close its descriptors a moment after it was told to."""
     end = time.monotonic() + 5
     for member, peer in f.peers.items():
@@ -28,14 +29,16 @@ def _compare(f: Fleet, before: dict[str, dict[str, int]]) -> None:
             if not grown or time.monotonic() > end:
                 break
             time.sleep(0.05)  # descriptors of another process: nothing to wait on
-        assert not grown, f"{member}: {grown}"
+        files = {k: (before[member]["files"].get(k, 0), n) for k, n in now["files"].items()}
+        more = {k: counts for k, counts in files.items() if counts[1] > counts[0]}
+        assert not grown, f"{member}: {grown}{f'; of descriptors {more}' if more else ''}"
         assert now["rss_kib"] < before[member]["rss_kib"] + RSS_SLACK_KIB, member
         if "device_used" in now:
             assert now["device_allocated"] <= before[member]["device_allocated"], member
             assert now["device_used"] < before[member]["device_used"] + DEVICE_SLACK, member
 
 
-def _stats(f: Fleet) -> dict[str, dict[str, int]]:
+def _stats(f: Fleet) -> dict[str, dict[str, Any]]:
     return {m: p.call("stats") for m, p in f.peers.items()}
 
 
@@ -54,7 +57,7 @@ def test_fifty_updates_grow_nothing(fleet: MakeFleet) -> None:
 def test_opening_and_closing_grows_nothing(fleet: MakeFleet) -> None:
     """The same over channels opened, used, aborted or not, and closed."""
     f = fleet("blob:3:1000", receivers=["full"] * 2, fit=True)
-    before: dict[str, dict[str, int]] = {}
+    before: dict[str, dict[str, Any]] = {}
     for round_ in range(25):
         if round_ == 5:
             before = _stats(f)

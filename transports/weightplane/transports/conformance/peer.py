@@ -8,17 +8,20 @@ are ``time.monotonic()``, which all processes of a host share. Nothing is pickle
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import gc
 import importlib
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,15 @@ from . import models
 __all__ = ["Member", "main"]
 
 _trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # glibc's
+
+
+def _open_files() -> dict[str, int]:
+    """What this process's descriptors are, without their numbers, and how many of each."""
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile; one is this listing's own
+            found[re.sub(r"\d+", "N", str(link.readlink()))] += 1
+    return dict(found)
 
 
 class Member:
@@ -146,6 +158,7 @@ class Member:
         maps = sum("weightplane-" in line for line in Path("/proc/self/maps").read_text().splitlines())
         return {
             "fds": len(os.listdir("/proc/self/fd")),
+            "files": _open_files(),
             "threads": threading.active_count(),
             "os_threads": len(os.listdir("/proc/self/task")),
             "rss_kib": rss,
