@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.cases.base import MOVERS, Site, Small, bits, case, check, differing, holds, must, refused, site, soon
+from tests.cases.wires import WIRES
 from tests.trainer_agent.fleet import fill
+from tests.transports.collective_tcp import TcpRuntime
 from weightplane.controlplane.core.manifest import ManifestError
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.sharding import cut, shard_module
@@ -253,3 +256,27 @@ def D11_four_workers_hold_their_own_rows_and_together_the_source() -> None:
             check(f"each worker holds its own rows over {transport}", not wrong, wrong)
             whole = torch.cat([m.get_parameter("weight") for m in engine.modules])
             check(f"the shards are the source over {transport}", torch.equal(whole, rows.weight))
+
+
+@case
+def D12_ranks_are_unique_and_contiguous_over_replicas_and_workers() -> None:
+    """Two replicas of two workers and one trainer make one communicator of five. ``nccl``'s own code, over sockets."""
+    rows, seen = Rows(), []
+    connect = TcpRuntime.connect
+
+    def noting(self: Any, unique_id: bytes, rank: int, senders: int, receivers: int, *rest: Any) -> Any:
+        seen.append((rank, senders + receivers))
+        return connect(self, unique_id, rank, senders, receivers, *rest)
+
+    with pytest.MonkeyPatch.context() as m, WIRES["nccl-host"].here(), site() as f:
+        m.setattr(TcpRuntime, "connect", noting)
+        for name in ("r0", "r1"):
+            f.replica(name, sharded(rows, 2))
+        with f.publisher(rows, transport="nccl", update_timeout=6) as publisher:
+            for step in (1, 2):
+                rows.become(100 * step)
+                with must("everybody connects"):
+                    publisher.publish(step)
+                check("ranks are 0 to 4 in a world of 5", sorted(seen) == [(r, 5) for r in range(5)], sorted(seen))
+                wrong = [f"{n}: {w}" for n, e in f.engines.items() for w in own_rows(e, rows)]
+                check("each worker holds its own rows", not wrong, wrong)

@@ -31,9 +31,9 @@ def planting(id_: str) -> None:
 class Child:
     """A process; nothing yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.cases.children") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cases.children"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

@@ -16,7 +16,7 @@ from weightplane.inference_agent.engines import sharding, torch_module
 from weightplane.inference_agent.engines.mismatch import Description
 from weightplane.trainer_agent import attempt, naming, sending
 from weightplane.trainer_agent import transfer as trainer_transfer
-from weightplane.transports import buckets
+from weightplane.transports import buckets, nccl
 from weightplane.transports.base import PeerLost
 
 __all__: list[str] = []
@@ -83,6 +83,19 @@ def _(m: Patch) -> None:
     """The number of a worker is left at its default."""
     box = sharding.grid_box  # type: ignore[attr-defined]
     m.setattr(sharding, "grid_box", lambda shape, cuts: box(shape, [(dim, of, 0) for dim, of, _ in cuts]))
+
+
+@plant("D12", "everybody connects")
+def _(m: Patch) -> None:
+    """Ranks are counted over one replica's workers, and not over the replicas."""
+    opened = nccl.NcclTransport._open
+
+    def one_engine(self: Any, spec: Any, member: str, side: Any) -> Any:
+        first = spec.receivers[0].rpartition("/")[0]
+        cut = dataclasses.replace(spec, receivers=tuple(r for r in spec.receivers if r.startswith(f"{first}/")))
+        return opened(self, cut, member, cut.senders if member in cut.senders else cut.receivers)
+
+    m.setattr(nccl.NcclTransport, "_open", one_engine)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

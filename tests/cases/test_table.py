@@ -8,6 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from tests.cases import (  # noqa: F401 - they register the cases
+    cards_distribution,
+    cards_memory,
+    cards_transport,
     cases_control,
     cases_distribution,
     cases_memory,
@@ -17,6 +20,8 @@ from tests.cases import (  # noqa: F401 - they register the cases
     cases_transport,
 )
 from tests.cases.base import CASES
+from tests.cases.cards import CARD_CASES
+from tests.cases.plants_cards import CARD_PLANTS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -48,6 +53,8 @@ def functions(path: str) -> frozenset[str]:
     found = set(re.findall(r"def (test_\w+)\(", text))
     if path == "tests/cases/test_cases.py":
         found |= {f"test_{c.name}" for c in CASES.values()}
+    if path == "tests/cases/test_cards.py":
+        found |= {f"test_{c.name}" for c in CARD_CASES.values()}
     return frozenset(found)
 
 
@@ -85,8 +92,16 @@ def test_every_critical_case_that_applies_here_has_a_test_of_its_own_and_a_defec
     status = {id_: text for id_, _, _, text in table()}
     without = {i for i in critical if i not in CASES}
     lies = {"X04", "X08"}  # of a transport: what their tests run on is the defect itself
-    assert len(critical) == 51 and without - lies == {"C08", "D12", "T03"} and lies <= without, without
+    assert len(critical) == 51 and without - lies == {"C08", "T03"} and lies <= without, without
     assert all(status[i].startswith("deferred: ") for i in without - lies)
     assert all(TEST.match(status[i]) for i in lies)
     assert set(CASES) == critical - without
     assert all(f"test_{c.name}` and planted" in status[i] for i, c in CASES.items())
+
+
+def test_every_critical_case_that_needs_cards_has_a_test_over_the_wires_and_a_defect() -> None:
+    critical = {i for i, (_, severity, able) in listed().items() if severity == "critical" and able != "yes"}
+    status = {id_: text for id_, _, _, text in table()}
+    assert critical <= CARD_CASES.keys() & CARD_PLANTS.keys()
+    for i in critical:
+        assert status[i].startswith(f"`tests/cases/test_cards.py::test_{CARD_CASES[i].name}` and planted"), i

@@ -139,7 +139,7 @@ class NcclTransport(Transport):
         if member not in side:
             raise TransportError(f"{member!r} is not a member of channel {spec.channel_id} in that role")
         everybody = (*spec.senders, *spec.receivers)
-        _check_members(spec, everybody)
+        _check_members(spec, everybody, member)
         unique_id = _unique_id(spec)
         self._claim(unique_id, member, final=False)
         runtime = self.runtime()
@@ -164,15 +164,20 @@ class NcclTransport(Transport):
                 self._used.add((unique_id, member))
 
 
-def _check_members(spec: ChannelSpec, everybody: tuple[str, ...]) -> None:
-    """Every member has offered a GPU of its own and the same NCCL. ``TransportError`` names those that did not."""
+def _check_members(spec: ChannelSpec, everybody: tuple[str, ...], member: str) -> None:
+    """Every member has offered a GPU of its own and the same NCCL. ``TransportError`` names those that did not.
+
+    A receiver is told the senders' offers and its own alone: senders, who know all, and the coordinator look at others.
+    """
     if len(set(everybody)) != len(everybody):
         raise TransportError(f"channel {spec.channel_id} names a member twice: {', '.join(everybody)}")
-    missing = [m for m in everybody if m not in spec.offers or not spec.offers[m].nccl.device_uuid]
+    needed = everybody if member in spec.senders else (*spec.senders, member)
+    missing = [m for m in needed if m not in spec.offers or not spec.offers[m].nccl.device_uuid]
     if missing:
         raise TransportError(f"channel {spec.channel_id}: no offer of a GPU from {', '.join(missing)}", peers=missing)
+    known = [m for m in everybody if m in spec.offers]
     by_uuid: dict[str, str] = {}
-    for m in everybody:
+    for m in known:
         uuid = spec.offers[m].nccl.device_uuid
         other = by_uuid.setdefault(uuid, m)
         if other != m:
@@ -180,13 +185,13 @@ def _check_members(spec: ChannelSpec, everybody: tuple[str, ...]) -> None:
                 f"{other!r} and {m!r} use one GPU ({uuid}), which NCCL cannot have twice: use cuda_ipc for them",
                 peers=(other, m),
             )
-    versions = {m: spec.offers[m].nccl.version for m in everybody}
+    versions = {m: spec.offers[m].nccl.version for m in known}
     if len(set(versions.values())) > 1:
         said = ", ".join(f"{m!r} {_dotted(v)}" for m, v in versions.items())
         raise TransportError(
             f"channel {spec.channel_id}: NCCL must be the same version everywhere, and is {said}: install the same "
             "torch (or nvidia-nccl) everywhere, or use ucx",
-            peers=everybody,
+            peers=known,
         )
 
 
