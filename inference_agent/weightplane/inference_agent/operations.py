@@ -218,7 +218,8 @@ class Operations:
         failpoints.hit("replica.check.before")
         want, engine = t.want, self._engine
         manifest = self._manifest(t)
-        t.manifest, t.layout = manifest, engine.layout()
+        quick = engine.glance()
+        t.manifest, t.layout = manifest, engine.layout() if quick is None else quick
         if t.layout != self._layout:  # what is known of the old memory would keep it
             self._layout = t.layout
             self._shares.clear()
@@ -248,6 +249,9 @@ class Operations:
         failpoints.hit("replica.check.after")
         self._steps += 1
         self._emit(core.Checked(t.update_id))
+        if quick is not None and engine.layout() != quick:  # nothing is armed before this thread is done here
+            text = "a live tensor has another name, shape, stride or dtype than at the last update: publish again"
+            raise Refusal(Failure(Reason.PLACEMENT_MISMATCH, text, self._replica_id))
 
     def _manifest(self, t: Transfer) -> Manifest:
         manifest: Manifest | None = self._manifests.get(t.want.manifest_id)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -259,26 +259,46 @@ class Transfer:
         if self.in_place and any(w.armed_buckets for w in self.workers):
             engine.writing(self.update_id)
 
-        def one(w: Worker) -> None:
-            for n, bucket in enumerate(w.armed_buckets, 1):
-                failpoints.hit("replica.receive.before")
-                if n < len(w.armed_buckets):
-                    w.ahead(w.armed_buckets[n])
-                w.take(bucket)
-                if self.in_place:
-                    self._wrote = True
-                progress()
-                failpoints.hit("replica.receive.inside")
+        nearly = threading.Event()
 
-        self._everywhere(one)
+        def one(w: Worker) -> None:
+            try:
+                for n, bucket in enumerate(w.armed_buckets, 1):
+                    failpoints.hit("replica.receive.before")
+                    if n < len(w.armed_buckets):
+                        w.ahead(w.armed_buckets[n])
+                    else:
+                        nearly.set()
+                    w.take(bucket)
+                    if self.in_place:
+                        self._wrote = True
+                    progress()
+                    failpoints.hit("replica.receive.inside")
+            finally:
+                nearly.set()
+
+        def meanwhile() -> None:
+            nearly.wait()
+            engine.settle(self.update_id)
+
+        self._everywhere(one, meanwhile)
         self.received_at = time.monotonic()
         failpoints.hit("replica.receive.after")
 
-    def _everywhere(self, work: Callable[[Worker], None]) -> None:
-        """Run on every worker's data thread. The first failure aborts the others; raised once all have left."""
+    def _everywhere(self, work: Callable[[Worker], None], meanwhile: Callable[[], None] | None = None) -> None:
+        """Run on every worker's data thread, and ``meanwhile`` on this one. The first failure aborts the others; raised
+        once all have left."""
         futures = [w.thread.submit(partial(work, w)) for w in self.workers]
-        done, rest = wait(futures, return_when=FIRST_EXCEPTION)
-        failed = next((e for f in futures if f in done and (e := f.exception()) is not None), None)
+        failed: BaseException | None = None
+        if meanwhile is not None:
+            try:
+                meanwhile()
+            except BaseException as error:
+                failed = error
+        rest: Collection[Future[None]] = futures
+        if failed is None:
+            done, rest = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((e for f in futures if f in done and (e := f.exception()) is not None), None)
         if failed is None:
             return
         if rest:

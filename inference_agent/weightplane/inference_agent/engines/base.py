@@ -189,6 +189,13 @@ class Engine(ABC):
     def layout(self) -> int:
         """Look at the live tensors; a number that changes when one moved, came, went or changed shape or dtype."""
 
+    def glance(self) -> int | None:
+        """A quick look: what ``layout`` said last, unless something was moved or replaced; then what it says now.
+
+        What only ``layout`` sees is looked for before anything is armed. Default: None, ``layout`` is quick enough.
+        """
+        return None
+
     @abstractmethod
     def describe(self, manifest: Manifest, members: Sequence[str]) -> Description:
         """Compare with a manifest: the placement of each worker (named by ``members``) and every problem. No writes."""
@@ -263,6 +270,13 @@ class Engine(ABC):
     @abstractmethod
     def writing(self, update_id: str) -> None:
         """In place: the first byte is about to land in live memory."""
+
+    def settle(self, update_id: str) -> None:
+        """The last bytes of a call are coming in: what ``prepare`` would look at beforehand may be looked at meanwhile.
+
+        Raises what is wrong. Default: nothing.
+        """
+        return None
 
     @abstractmethod
     def prepare(self, update_id: str) -> None:

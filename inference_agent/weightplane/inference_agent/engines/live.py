@@ -10,7 +10,7 @@ from torch import nn
 
 from weightplane.transports.dtypes import check_movable, int_view
 
-__all__ = ["Copies", "LiveTensor", "bump_version", "collect"]
+__all__ = ["Copies", "LiveTensor", "bump_version", "collect", "versioned"]
 
 _APPLY = 1 << 30  # bytes of a device that one call writes
 
@@ -92,8 +92,12 @@ class Copies:
             torch.cuda.current_stream(device).synchronize()
 
 
-def bump_version(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd (and caches keyed on ``_version``) that raw bytes were written."""
-    plain = [t for t in tensors if not t.is_inference()]
-    if plain:
-        torch.autograd.graph.increment_version(plain)
+def versioned(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that have a version: all but the ones made in inference mode."""
+    return [t for t in tensors if not t.is_inference()]
+
+
+def bump_version(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd (and caches keyed on ``_version``) that raw bytes were written. ``tensors``: see ``versioned``."""
+    if tensors:
+        torch.autograd.graph.increment_version(tensors)

@@ -22,7 +22,7 @@ from weightplane.transports.identity import ModuleLayout
 from .arena import Arena, StagingRefused
 from .base import Description, EngineError, EngineUpdate, GatedEngine, LocalTensors, VersionTag, WorkerDevice
 from .fit import fit
-from .live import Copies, LiveTensor, bump_version, collect
+from .live import Copies, LiveTensor, bump_version, collect, versioned
 from .sharding import BoxOf
 
 __all__ = ["PostUpdateHook", "TorchModuleEngine"]
@@ -37,7 +37,7 @@ class _Map:
 
     targets: list[LocalTensors]
     live: list[LocalTensors]
-    written: list[torch.Tensor]  # the live tensors that it brings
+    written: list[torch.Tensor]  # the live tensors that it brings, those that have a version
     devices: frozenset[torch.device]  # the CUDA devices among theirs
     copies: Copies  # from their staging slots (in place: none)
 
@@ -81,6 +81,7 @@ class TorchModuleEngine(GatedEngine):
         self._wants_staging, self._limit = staged, staging_limit
         self._held = NONE_HELD
         self._update: EngineUpdate | None = None
+        self._settled = False  # its tensors were looked at as its last bytes came
         self._map: _Map | None = None
         self._layout = 0
         self._layouts: list[ModuleLayout] = []
@@ -159,6 +160,12 @@ class TorchModuleEngine(GatedEngine):
         self._layouts = looks
         return self._layout
 
+    def glance(self) -> int | None:
+        """See ``Engine``: whether the same tensors have the same addresses."""
+        if not self._layouts or any(look.moved() for look in self._layouts):
+            return self.layout()
+        return self._layout
+
     def _reserve(self) -> None:
         self._arenas = []
         if not self._wants_staging:
@@ -189,7 +196,7 @@ class TorchModuleEngine(GatedEngine):
             self._maps.clear()
             self._maps[key] = self._find(update.manifest, update.mode is Mode.STAGED)
         self._map = self._maps[key]
-        self._update = update
+        self._update, self._settled = update, False
 
     def _find(self, manifest: Manifest, staged: bool) -> _Map:
         """What an update takes whose manifest fits."""
@@ -214,7 +221,7 @@ class TorchModuleEngine(GatedEngine):
             all_targets.append(targets)
             all_live.append(current)
         devices = frozenset(t.device for t in written if t.device.type == "cuda")
-        return _Map(all_targets, all_live, written, devices, Copies(pairs))
+        return _Map(all_targets, all_live, versioned(written), devices, Copies(pairs))
 
     def targets(self, worker: int) -> LocalTensors:
         """See ``Engine``."""
@@ -256,10 +263,17 @@ class TorchModuleEngine(GatedEngine):
         self._mixed = self._mixed or why
         self.gate.pause("dirty", PauseMode.KEEP)
 
+    def settle(self, update_id: str) -> None:
+        """See ``Engine``."""
+        self._open(update_id)
+        self._same_layout()
+        self._settled = True
+
     def prepare(self, update_id: str) -> None:
         """See ``Engine``."""
         u = self._open(update_id)
-        self._same_layout()
+        if not self._settled:
+            self._same_layout()
         if u.mode is Mode.IN_PLACE:
             with self.gate.exclusive():
                 bump_version(self._known().written)
