@@ -70,14 +70,14 @@ P
 # Cases that look at a card's whole memory, or at the time, have the machine for themselves; the others run side by side.
 tests() {
   echo "== tests"
-  local started=$SECONDS alone="grow or memory or idle or short"
-  local common=(-m gpu -v -p no:cacheprovider --continue-on-collection-errors)
+  local started=$SECONDS alone="grow or keep_the_device or peak_device or idle or is_short or after_faults"
+  local common=(-m gpu --run-large -v -p no:cacheprovider --continue-on-collection-errors)
   timeout 120 "$PYTHON" -m pytest "${common[@]}" --collect-only -q -q ${TESTS:-} >"$OUT/collected.txt" 2>&1
   export FAILURES=$OUT/failures.txt
   : >"$OUT/tests.log"
   for which in "not ($alone)" "$alone"; do
     local workers=0
-    [ "$which" = "$alone" ] || workers=${WORKERS:-8}
+    [ "$which" = "$alone" ] || workers=${WORKERS:-14}
     timeout -k 10 $((PART_S - SECONDS + started)) "$PYTHON" -m pytest "${common[@]}" -p benchmarks._failures -n "$workers" \
       -k "$which" --durations 10 ${TESTS:-} 2>&1 | tee -a "$OUT/tests.log" | grep -vE '(PASSED|SKIPPED)' | tail -60
   done

@@ -423,6 +423,7 @@ def test_expandable_segments_are_refused_with_the_reason(monkeypatch: pytest.Mon
         with pytest.raises(TransportError, match=r"cannot be shared by CUDA IPC.*expandable_segments"):
             child.call("send")
         pair.close()
+        child.call("close")
     finally:
         child.end()
 
