@@ -6,6 +6,7 @@ agents, engines, transports and Publisher are the real ones; a ``Twin`` (``card_
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -140,12 +141,11 @@ class Stand(Site):
         made: Publisher = super().publisher(source, **options)
         return made
 
-    def another_twin(self) -> Twin:
-        """A second process for the same wire; given back with the stand."""
-        twin = TWINS.take()
-        self.stack.callback(TWINS.give, twin)
-        twin.do("use", wire=self.wire.id, plant=_PLANT)
-        return twin
+    def replace_twin(self) -> None:
+        """A fresh process in the other one's place, which is ended."""
+        self.twin.close()
+        self.twin = TWINS.take()
+        self.twin.do("use", wire=self.wire.id, plant=_PLANT)
 
     # --- what the replicas hold
 
@@ -169,6 +169,7 @@ class Stand(Site):
 
     def kept(self, publisher: Publisher) -> dict[str, int]:
         """What this side's channels keep of the source, and this process of its card."""
+        gc.collect()
         found = {"entries": 0, "bytes": 0}
         for opened in publisher._hold.pool._open.values():
             channel: Any = opened.channel

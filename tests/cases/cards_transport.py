@@ -183,8 +183,7 @@ def _in_a_bucket(c: Stand, publisher: Any, step: int) -> PublishHandle:
 
 def _goes_on(c: Stand, publisher: Any, module: Small) -> None:
     """The trainer's process is usable, with a fresh replica in the old one's place."""
-    c.twin.close()
-    c.twin = c.another_twin()
+    c.replace_twin()
     c.join("r0", "small", heartbeat=True)
     fill(module, 2)
     with must("the process is usable"):

@@ -22,6 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 _PLANT = ""
 
 
+def _path() -> str:
+    """Where nothing is installed, the import roots come from it too."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+
 def planting(id_: str) -> None:
     """The defect that children started from now on are to have."""
     global _PLANT
@@ -37,7 +42,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
             text=True,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
