@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -21,12 +22,16 @@ import torch
 from torch import nn
 
 from tests.cases.card_models import MODELS, Even, values_of
+from tests.cases.cards import kept_by
 from tests.cases.cases_distribution import Rows, own_rows, sharded
 from tests.cases.wires import WIRES, Wire, busy_stream, one_card
 from tests.transports.host_card import card
 from weightplane.controlplane import failpoints
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+from weightplane.trainer_agent.errors import UpdateFailed
+from weightplane.trainer_agent.publisher import Publisher
+from weightplane.trainer_agent.sources import ModuleSource
 from weightplane.transports import collective_receive, cuda_copy
 
 __all__: list[str] = []
@@ -79,15 +84,18 @@ class Replicas:
         self._inside, self._go = threading.Event(), threading.Event()
         self._readers: Readers | None = None
         self._cloned: list[torch.Tensor] = []
-        self._wire = Wire("shm", "host")
+        self._wire, self._device = Wire("shm", "host"), "cpu"
+        self._module: Even | None = None
+        self._publisher: Publisher | None = None
 
-    def use(self, wire: str, plant: str) -> None:
-        """Become the receiving end of a wire, with a defect or without."""
+    def use(self, wire: str, plant: str = "", sends: bool = False) -> None:
+        """Become the receiving end of a wire (or the sending one), with a defect or without."""
         from tests.cases.plants_cards import card_planted
 
         self._wire = WIRES[wire]
-        if self._wire.receiver != "cpu":
-            torch.cuda.set_device(self._wire.receiver)
+        self._device = self._wire.sender if sends else self._wire.receiver
+        if self._device != "cpu":
+            torch.cuda.set_device(self._device)
         self._stack.enter_context(self._wire.here())
         if plant:
             self._stack.enter_context(card_planted(plant))
@@ -104,7 +112,7 @@ class Replicas:
         shared_card: bool = False,
     ) -> None:
         """A replica."""
-        device = self._wire.receiver
+        device = self._device
         if shared_card:
             self._stack.enter_context(one_card())
         hooks: list[Callable[[nn.Module], None]] = [self._clone] if clones else []
@@ -121,8 +129,31 @@ class Replicas:
 
     def _clone(self, served: nn.Module) -> None:
         """A consumer at the earliest moment, on a stream that waits for nobody."""
-        with _own_stream(self._wire.receiver):
+        with _own_stream(self._device):
             self._cloned = [p.detach().clone() for p in served.parameters()]
+
+    def train(self, address: str, name: str) -> None:
+        """Be the group's trainer, of ``Even``; one before is fenced."""
+        self._module = Even().to(self._device)
+        self._publisher = Publisher(
+            address,
+            "g",
+            ModuleSource(self._module),
+            trainer_id=name,
+            transport=self._wire.transport,
+            bucket_bytes=Even.BUCKET,
+            takeover=True,
+        )
+        self._publisher.init()
+
+    def publish(self, step: int, **options: Any) -> dict[str, Any]:
+        """Fill the model with ``step`` and publish it: the version, or what was raised."""
+        assert self._module is not None and self._publisher is not None
+        self._module.become(step)
+        try:
+            return {"version": self._publisher.publish(step, **options).version}
+        except UpdateFailed as e:
+            return {"raised": str(e)}
 
     # --- questions
 
@@ -137,7 +168,7 @@ class Replicas:
 
     def cloned(self) -> list[float]:
         """The values of what ``_clone`` has taken."""
-        if self._wire.receiver != "cpu":
+        if self._device != "cpu":
             torch.cuda.synchronize()
         return sorted({float(v) for t in self._cloned for v in torch.stack(torch.aminmax(t)).tolist()})
 
@@ -145,7 +176,7 @@ class Replicas:
         """Which workers do not hold their own rows of ``Rows`` of that base."""
         rows = Rows()
         rows.become(base)
-        return own_rows(self._engines[name], rows.to(self._wire.receiver))
+        return own_rows(self._engines[name], rows.to(self._device))
 
     def place(self, name: str, tensor: str) -> int:
         """Where a live tensor lies."""
@@ -157,10 +188,10 @@ class Replicas:
 
     def kept(self) -> dict[str, int]:
         """What this side keeps: mappings of others' memory, and of its card."""
+        if self._publisher is not None:
+            return kept_by(self._publisher, self._device)
         gc.collect()
-        found = {"mapped": 0, "entries": 0}
-        if self._wire.on_host:
-            found["mapped"] = card().mapped if self._wire.transport == "cuda_ipc" else 0
+        found = {"mapped": card().mapped if self._wire.id == "cuda_ipc-host" else 0, "entries": 0}
         for agent in self._agents.values():
             assert agent._ops is not None
             for opened in agent._ops._channels._open.values():
@@ -169,7 +200,7 @@ class Replicas:
                     found["entries"] += len(channel._programs)
                 elif hasattr(channel, "_importer") and hasattr(channel._importer, "_mapped"):
                     found["mapped"] += len(channel._importer._mapped)
-        if self._wire.receiver != "cpu":
+        if self._device != "cpu":
             torch.cuda.synchronize()
             found["card"] = torch.cuda.memory_allocated()
         return found
@@ -185,6 +216,15 @@ class Replicas:
             if hit == point and n == nth:
                 self._inside.set()
                 self._go.wait()
+
+        failpoints.set_hook(hook)
+
+    def fault(self, point: str, nth: int, action: str) -> None:
+        """At a failpoint's n-th hit from now on: ``KILL`` or ``STOP`` oneself."""
+
+        def hook(hit: str, n: int) -> None:
+            if hit == point and n == nth:
+                os.kill(os.getpid(), signal.Signals[f"SIG{action}"])
 
         failpoints.set_hook(hook)
 
@@ -218,7 +258,7 @@ class Replicas:
 
     def read(self, name: str) -> None:
         """Begin to read all the time."""
-        self._readers = Readers(self._engines[name], self._wire.receiver)
+        self._readers = Readers(self._engines[name], self._device)
 
     def was_read(self) -> dict[str, Any]:
         """End it: how many passes there were, and what was wrong."""
@@ -240,6 +280,9 @@ class Replicas:
         self.go()
         if self._readers is not None:
             self._readers._stop.set()
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher = self._module = None
         for agent in self._agents.values():
             agent.stop(leave=False)
         for engine in self._engines.values():

@@ -25,7 +25,7 @@ from weightplane.controlplane.core.model import Phase
 from weightplane.trainer_agent.errors import UpdateFailed
 from weightplane.trainer_agent.publisher import Publisher
 
-__all__ = ["CARD_CASES", "TWINS", "CardCase", "Stand", "Twin", "cards", "on", "planting_cards"]
+__all__ = ["CARD_CASES", "TWINS", "CardCase", "Stand", "Twin", "cards", "kept_by", "on", "planting_cards"]
 
 Body = Callable[[Wire], None]
 
@@ -165,24 +165,27 @@ class Stand(Site):
         opened = self.state().open
         return opened is not None and opened.phase is Phase.TRANSFERRING
 
-    # --- what the trainer's process holds for the wire
-
     def kept(self, publisher: Publisher) -> dict[str, int]:
-        """What this side's channels keep of the source, and this process of its card."""
-        gc.collect()
-        found = {"entries": 0, "bytes": 0}
-        for opened in publisher._hold.pool._open.values():
-            channel: Any = opened.channel
-            if hasattr(channel, "_exporter"):
-                regions = list(channel._exporter._regions._by_id.values())
-                found["entries"] += len(channel._held) + len(regions)
-                found["bytes"] += sum(s.nbytes() for r in regions for s in r.storages.values())
-            elif hasattr(channel, "_programs"):
-                found["entries"] += len(channel._programs)
-        if self.wire.sender != "cpu":
-            torch.cuda.synchronize(self.wire.sender)
-            found["card"] = torch.cuda.memory_allocated(self.wire.sender)
-        return found
+        """See ``kept_by``."""
+        return kept_by(publisher, self.wire.sender)
+
+
+def kept_by(publisher: Publisher, device: str) -> dict[str, int]:
+    """What a trainer's channels keep of its source, and its process of its card."""
+    gc.collect()
+    found = {"entries": 0, "bytes": 0}
+    for opened in publisher._hold.pool._open.values():
+        channel: Any = opened.channel
+        if hasattr(channel, "_exporter"):
+            regions = list(channel._exporter._regions._by_id.values())
+            found["entries"] += len(channel._held) + len(regions)
+            found["bytes"] += sum(s.nbytes() for r in regions for s in r.storages.values())
+        elif hasattr(channel, "_programs"):
+            found["entries"] += len(channel._programs)
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+        found["card"] = torch.cuda.memory_allocated(device)
+    return found
 
 
 @contextmanager
