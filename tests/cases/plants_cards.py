@@ -17,7 +17,6 @@ from weightplane.controlplane.core.events import Leave
 from weightplane.inference_agent import transfer
 from weightplane.trainer_agent import channels, produced, replay, sending
 from weightplane.transports import (
-    buckets,
     collective_receive,
     cuda_copy,
     cuda_export,
@@ -117,13 +116,6 @@ def _drops_what_it_sent(m: Patch) -> None:
         init(self, *args)
         self.retained = _Forgetful()
 
-    def region(self: Any, index: int) -> Any:
-        found = look(self, index)
-        self._views.clear()
-        return found
-
-    look = buckets.SourceSpans._region
-    m.setattr(buckets.SourceSpans, "_region", region)
     m.setattr(pull.PullSendChannel, "send", careless)
     m.setattr(sending._Packing, "__init__", packing)
 

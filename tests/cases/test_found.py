@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import weakref
+from collections.abc import Callable
+from typing import Any
 
-from tests.cases.base import Small, site
+import pytest
+import torch
+from torch import nn
+
+from tests.cases.base import MOVERS, Small, site
 from tests.core.test_dirty_joins import play
 from weightplane.controlplane.core import events as ev
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
@@ -13,6 +19,8 @@ from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import EngineError
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+from weightplane.trainer_agent import sending, sources
+from weightplane.trainer_agent.sources import StateDictSource
 
 
 def aborting() -> GroupState:
@@ -92,3 +100,29 @@ def test_no_list_excuses_an_update_that_brings_nothing() -> None:
     known = TensorMeta("layers.0.bias", "float32", (32,))
     said = engine.describe(Manifest.of([stranger, known]), ("r/0",))
     assert not said.problems and said.ignored == ("adapter.weight",)
+
+
+@pytest.mark.parametrize("transport", MOVERS)
+def test_what_a_cast_makes_is_freed_while_the_update_goes_on(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    """M08 looked for who holds it: all that was made for an update was held to its end, a whole model more."""
+    cast: Callable[..., torch.Tensor] = sources.cast_to
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal most
+        out = cast(*args)
+        made.append(weakref.ref(out))
+        most = max(most, sum(r() is not None for r in made))
+        return out
+
+    monkeypatch.setattr(sources, "cast_to", counted)
+    monkeypatch.setattr(sending, "_RETAINED", 8 * 4096)
+    state = {f"t{i}": torch.full((1024,), float(i), dtype=torch.float64) for i in range(64)}
+    served = nn.Module()
+    for name in state:
+        served.register_buffer(name, torch.zeros(1024))
+    with site("r0", make=lambda: served) as f:
+        f.publisher(StateDictSource(state, cast=torch.float32), transport=transport, verify="off").publish(1)
+    assert all(served.get_buffer(n).equal(t.float()) for n, t in state.items())
+    assert len(made) >= 64 and most <= 20, f"{most} of {len(made)} at once"

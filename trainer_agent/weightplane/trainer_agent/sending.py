@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -67,7 +68,9 @@ class _Packing:
         self.retained: list[torch.Tensor] = []  # what an unbuffered transport may still read, if it is ours to free
         keep = not lane.opened.transport.capabilities.buffered
         member = lane.opened.member
-        self._sets = deque(SourceSpans(lane.plan, manifest, member, self._current, keep=keep) for _ in range(_ROTATION))
+        # No dict: SourceSpans would keep what it saw of one, and with it every tensor that was made for this update.
+        now = MappingProxyType(self._current)
+        self._sets = deque(SourceSpans(lane.plan, manifest, member, now, keep=keep) for _ in range(_ROTATION))
 
     def spans(self, bucket: Bucket) -> list[torch.Tensor]:
         """The bucket's spans, complete on their devices."""
