@@ -27,8 +27,8 @@ def flats(wire: Wire, value: float) -> dict[str, torch.Tensor]:
 def churn(wire: Wire, nbytes: int, times: int) -> list[torch.Tensor]:
     """Take what memory was freed, and write something else there."""
     made = [torch.full((nbytes,), 0xEE, dtype=torch.uint8, device=wire.sender) for _ in range(times)]
-    if wire.sender != "cpu":
-        torch.cuda.synchronize(wire.sender)
+    if wire.sender != "cpu":  # not the device: a collective of ours waits on it for the one that is slow
+        torch.cuda.current_stream(wire.sender).synchronize()
     return made
 
 

@@ -39,13 +39,20 @@ class CardPlant:
 
 
 CARD_PLANTS: dict[str, CardPlant] = {}
+#: There UCX itself may fall over memory that is taken from it while it is read, and the test's process with it.
+_UCX_ON_CARDS = ("ucx-same", "ucx-across")
 
 
-def card_plant(id_: str, found_by: str, *transports: str) -> Callable[[Callable[[Patch], None]], None]:
+def card_plant(
+    id_: str, found_by: str, *transports: str, but: tuple[str, ...] = ()
+) -> Callable[[Callable[[Patch], None]], None]:
     """Register the defect of a case, shown on these transports (none: on every one that the case applies to)."""
 
+    def shown(w: Wire) -> bool:
+        return (not transports or w.transport in transports) and w.id not in but
+
     def register(patch: Callable[[Patch], None]) -> None:
-        CARD_PLANTS[id_] = CardPlant(found_by, patch, lambda w: not transports or w.transport in transports)
+        CARD_PLANTS[id_] = CardPlant(found_by, patch, shown)
 
     return register
 
@@ -120,8 +127,8 @@ def _drops_what_it_sent(m: Patch) -> None:
     m.setattr(sending._Packing, "__init__", packing)
 
 
-card_plant("M08", "the update commits with exact values", "cuda_ipc", "ucx")(_drops_what_it_sent)
-card_plant("T04", "the update commits with exact values", "cuda_ipc", "ucx")(_drops_what_it_sent)
+for _id in ("M08", "T04"):
+    card_plant(_id, "the update commits with exact values", "cuda_ipc", "ucx", but=_UCX_ON_CARDS)(_drops_what_it_sent)
 
 
 @card_plant("M03", "the trainer's side has not grown", "cuda_ipc", "ucx")
