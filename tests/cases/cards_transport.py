@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from tests.cases.base import Small, check, must
+from tests.cases.base import Small, check, must, soon
 from tests.cases.card_models import Even
 from tests.cases.cards import Stand, cards, on, on_sender, turned_off
 from tests.cases.wires import Wire
 from tests.trainer_agent.fleet import fill, hook
 from tests.transports.host_card import card
+from weightplane.controlplane.core.model import Admin
 from weightplane.trainer_agent.publisher import PublishHandle
 
 LAST = Even.LAYERS
@@ -127,7 +128,10 @@ def X14_finish_waits_for_bytes_that_land_late(w: Wire) -> None:
             module.become(step)
             c.twin.do("hold", point="replica.receive.before", nth=LAST)
             handle = publisher.publish_async(step)
-            check("finish waits for the bytes: the last bucket is late", c.twin.do("inside", seconds=8))
+            check(
+                "finish waits for the bytes: the last bucket is late",
+                c.twin.do("inside", seconds=8 if w.on_host else 15),
+            )
             holders = c.twin.do("holders", name="r0")
             waits = c.held_in_transfer() and not handle.done() and "update" in holders
             check("finish waits for the bytes", waits, holders)
@@ -176,7 +180,7 @@ def X08_a_round_trip_brings_every_byte(w: Wire) -> None:
 def _in_a_bucket(c: Stand, publisher: Any, step: int) -> PublishHandle:
     """A publish whose receiver stands in its third bucket."""
     c.twin.do("hold", point="replica.receive.inside", nth=3)
-    handle: PublishHandle = publisher.publish_async(step, update_timeout=8)
+    handle: PublishHandle = publisher.publish_async(step, update_timeout=15)
     check("the receiver is in a bucket", c.twin.do("inside", seconds=20))
     return handle
 
@@ -192,6 +196,11 @@ def _goes_on(c: Stand, publisher: Any, module: Small) -> None:
     c.exact("the next update is exact", module)
 
 
+def _gone(c: Stand) -> bool:
+    """Whether it has said goodbye, or has ended anyway."""
+    return c.twin.process.poll() is not None or c.state().replicas["r0"].admin is Admin.LEAVING
+
+
 @on()
 def X05_a_receiver_that_leaves_in_a_bucket_ends_the_others_wait(w: Wire) -> None:
     with cards(w, "small", heartbeat=True) as c:
@@ -200,6 +209,7 @@ def X05_a_receiver_that_leaves_in_a_bucket_ends_the_others_wait(w: Wire) -> None
         publisher.init()
         handle = _in_a_bucket(c, publisher, 1)
         c.twin.tell(do="leave", arguments={})
+        soon("it is known that it leaves", lambda: _gone(c), 15)
         turned_off("when its receiver leaves", c, lambda: handle.result(20), 4)
         check("it ended in good order", c.twin.process.wait(20) == 0, c.twin.process.returncode)
         _goes_on(c, publisher, module)

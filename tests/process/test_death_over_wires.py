@@ -22,7 +22,8 @@ from tests.trainer_agent.fleet import Fleet, eventually, fleet
 pytestmark = pytest.mark.timeout(300)
 
 DETECTED_S = {"KILL": 0.5, "STOP": FAST.ttl_s + FAST.beat_s}
-MARGIN_S = 1.5  # a second, and what this busy machine takes to say so
+#: A second, and what saying so takes; more on the host, where many processes run on few cores.
+MARGIN_S = {False: 1.5, True: 8.0}
 PLACES = {"trainer": ("trainer.send.bucket", 4), "receiver": ("replica.receive.inside", 3)}  # of six buckets
 
 
@@ -105,7 +106,7 @@ def test_the_other_side_is_out_in_time_and_as_before(wire: Wire, victim: str, ac
         began = time.monotonic()
         eventually(lambda: w.f.state().open is None, 30)
         took = time.monotonic() - began
-        assert took < DETECTED_S[action] + MARGIN_S, f"the update was over after {took:.1f} s"
+        assert took < DETECTED_S[action] + MARGIN_S[wire.on_host], f"the update was over after {took:.1f} s"
         if victim == "receiver":
             said = w.trainer.heard(10)
             assert "r0" in said["value"]["raised"], said
