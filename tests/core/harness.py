@@ -206,6 +206,7 @@ class Group:
         self.digests()
         if phase is Phase.TRANSFERRING:
             return self
+        self.say(Stage.RECEIVED)
         self.finish()
         u = self.s.open
         assert u is not None

@@ -166,7 +166,27 @@ def test_rule_4_calls_name_disjoint_buckets_whose_union_is_the_manifest() -> Non
     assert g.failure(g.finish()[0]) is Reason.INCOMPLETE
     g.send(2, ((c, 2, 2),))
     g.finish()
-    assert g.s.open is not None and g.s.open.phase is Phase.VERIFYING
+    assert g.s.open.phase is Phase.TRANSFERRING, "all is declared, and bytes are on the wire"
+    g.say(Stage.RECEIVED)
+    assert g.s.open.phase is Phase.VERIFYING
+
+
+def test_a_finish_called_while_bytes_move_is_decided_once_the_last_receiver_has_voted() -> None:
+    g = Group(replicas=3).fleet().to(Phase.TRANSFERRING)
+    call = g.finish()[0]
+    g.vote("r0", "r1")
+    assert g.s.open is not None and g.s.open.phase is Phase.TRANSFERRING and call not in g.replies
+    g.vote("r2")
+    assert g.s.open.phase is Phase.COMMITTED
+
+
+def test_a_receiver_that_never_gets_its_bytes_is_left_out_at_the_prepare_deadline_if_the_policy_allows() -> None:
+    g = Group(replicas=3).fleet().to(Phase.TRANSFERRING, at_least=2, update_timeout_s=10.0)
+    g.finish()
+    g.vote("r0", "r1")
+    g.say(Stage.ARMED, "r2")
+    g.sleep(9.5)
+    assert g.s.open is not None and g.s.open.phase is Phase.COMMITTED and g.s.open.parts["r2"].excluded
 
 
 # --- rule 5 ---------------------------------------------------------------------------------------------------------

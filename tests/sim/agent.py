@@ -50,6 +50,7 @@ class Op:
     def __init__(self, name: str, update_id: str) -> None:
         self.name, self.update_id = name, update_id
         self.cancelled = False
+        self.in_part = False  # an apply that reaches the first worker alone
 
 
 class Agent:
@@ -401,7 +402,12 @@ class Agent:
     def apply(self, e: replica.Apply) -> None:
         t = self.state.taking
         assert t is not None
-        self.begin("apply", e.update_id, 0.001, 0.01, lambda op: self._apply(op, 0))
+
+        def first(op: Op) -> None:
+            op.in_part = self.engine.workers > 1 and self.fails("apply-part")
+            self._apply(op, 0)
+
+        self.begin("apply", e.update_id, 0.001, 0.01, first)
 
     def _apply(self, op: Op, worker: int) -> None:
         if op.cancelled or self.engine.life != self.engine_life:
@@ -409,13 +415,13 @@ class Agent:
         t = self.state.taking
         assert t is not None
         held = Held(t.want.version, t.want.update_id)
-        if t.want.mode is not Mode.IN_PLACE and not (worker and self.trouble.get("apply-part")):
+        if t.want.mode is not Mode.IN_PLACE and not (worker and op.in_part):
             for piece in range(PIECES):
                 self.live_write(worker, piece, self.staging[worker][piece])
                 if piece == 1 and self.fails("apply-half"):
                     self.op_failed(op, Failure(Reason.ENGINE, "apply failed half way", self.rid), dirty=True)
                     return
-        if worker + 1 < self.engine.workers or worker == 0 or not self.fails("apply-part"):
+        if worker + 1 < self.engine.workers or not op.in_part:
             self.engine.labels[worker] = held
         if worker + 1 < self.engine.workers:
             self.after(self.delay(0.001, 0.01), self._apply, op, worker + 1)
@@ -430,7 +436,8 @@ class Agent:
             self.after(0.001, self._race, op)  # its end was already under way
         else:
             self.cancel_op()
-        self.after(self.delay(0.002, 0.05), self._drained, e.update_id)
+        slow = 0.4 if self.world.faulty and self.rng.random() < 0.1 else 0.05  # so that other things come between
+        self.after(self.delay(0.002, slow), self._drained, e.update_id)
 
     def _race(self, op: Op) -> None:
         if op is self.op and not op.cancelled:

@@ -70,6 +70,10 @@ def test_stretches_are_cut_where_either_side_ends_and_joined_where_both_go_on() 
     assert listed(cut([(100, 10), (110, 6)], [(1000, 16)])) == [(100, 1000, 16)]
     assert listed(cut([(100, 3), (500, 0), (300, 2)], [(7, 0), (1000, 5)])) == [(100, 1000, 3), (300, 1003, 2)]
     assert listed(cut([], [(9, 0)])) == []
+    apart = [(100, 1000, 10), (110, 1010, 6)]
+    assert listed(cut([(100, 10), (110, 6)], [(1000, 16)], {90, 110})) == apart, "neighbours of two allocations"
+    assert listed(cut([(100, 16)], [(1000, 10), (1010, 6)], {1010})) == apart
+    assert listed(cut([(100, 10), (110, 6)], [(1000, 16)], {100, 1000, 105})) == [(100, 1000, 16)]
     with pytest.raises(ValueError, match="3 bytes for 4"):
         cut([(1, 3)], [(2, 4)])
 

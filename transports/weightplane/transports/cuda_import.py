@@ -333,8 +333,9 @@ class CudaIpcImporter(Importer):
             if offset + n > source.regions[region].storage_bytes:
                 raise TransportError(f"{sender!r} declared a chunk behind the end of its region", peers=(sender,))
             chunks.append((bases[region] + offset, n))
-        copies = cut(chunks, [(at, n) for _, at, n in places])
         used = [source.regions[r] for r in bases]
+        borders = {self._mapped[device, h.handle].address for h in used} | self._allocations(device, pull.spans)
+        copies = cut(chunks, [(at, n) for _, at, n in places], borders)
         colocated = all(h.device_uuid == self._uuid(device) for h in used)
         self._paths["same GPU" if colocated else "peer"] = None
         with self._cuda.on(device):
@@ -343,6 +344,18 @@ class CudaIpcImporter(Importer):
         events = dict.fromkeys(h.event for h in used if h.event) or dict.fromkeys(filter(None, (source.event,)))
         plan.events = tuple(self._event(sender, device, raw) for raw in events)
         return plan
+
+    def _allocations(self, device: int, spans: Sequence[torch.Tensor]) -> set[int]:
+        """Where the allocations begin that the spans lie in; a storage's own begin where the driver does not know."""
+        storages = {s.data_ptr(): s.nbytes() for s in (span.untyped_storage() for span in spans if span.numel())}
+        found: set[int] = set()
+        with self._cuda.on(device):
+            for at, nbytes in storages.items():
+                try:
+                    found.add(self._cuda.allocation(at, nbytes).base)
+                except CudaError:
+                    found.add(at)
+        return found
 
     def _target(self, index: int, span: torch.Tensor) -> int:
         plain = span.dtype == torch.uint8 and span.dim() == 1 and span.is_contiguous()

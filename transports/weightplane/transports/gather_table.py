@@ -11,7 +11,7 @@ on an H200 (2,120 GB/s) ours reaches 2,005 with either list; 2,070 and 2,040 wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,10 +67,13 @@ class Case:
         return 2 << 30 if self.colocated else 512 << 20
 
 
-def cut(sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]) -> Copies:
+def cut(
+    sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]], borders: Collection[int] = ()
+) -> Copies:
     """The copies that bring ``sources`` to ``targets``: (address, bytes) each, in order. ``ValueError``: unequal sizes.
 
-    Stretches without bytes are passed over; what is contiguous on both sides is one copy.
+    Stretches without bytes are passed over; what is contiguous on both sides is one copy, unless it went over one of
+    ``borders``: addresses where an allocation begins. Two may well be neighbours, and a driver copies within one only.
     """
     a, b = _column(sources), _column(targets)
     ends_a, ends_b = torch.cumsum(a[:, 1], 0), torch.cumsum(b[:, 1], 0)
@@ -80,7 +83,7 @@ def cut(sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]) 
     ends = torch.unique(torch.cat((ends_a, ends_b)))  # sorted
     starts = torch.cat((ends.new_zeros(1), ends))[: len(ends)]
     source, target = _at(a, ends_a, starts), _at(b, ends_b, starts)
-    return _joined(Copies(source, target, ends - starts))
+    return _joined(Copies(source, target, ends - starts), torch.tensor(sorted(borders), dtype=torch.int64))
 
 
 def _column(stretches: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -94,10 +97,11 @@ def _at(stretches: torch.Tensor, ends: torch.Tensor, places: torch.Tensor) -> to
     return stretches[which, 0] + places - (ends[which] - stretches[which, 1])
 
 
-def _joined(c: Copies) -> Copies:
+def _joined(c: Copies, borders: torch.Tensor) -> Copies:
     if not len(c):
         return c
     follows = (c.source[1:] == (c.source + c.nbytes)[:-1]) & (c.target[1:] == (c.target + c.nbytes)[:-1])
+    follows &= ~(torch.isin(c.source[1:], borders) | torch.isin(c.target[1:], borders))
     first = torch.cat((torch.ones(1, dtype=torch.bool), ~follows))
     which = torch.cumsum(first, 0) - 1
     nbytes = torch.zeros(int(which[-1]) + 1, dtype=torch.int64).index_add_(0, which, c.nbytes)

@@ -16,14 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import torch
-from google.protobuf.message import DecodeError
 
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core.plan import Bucket
+from weightplane.controlplane.ports import PortRefused, check_free
 from weightplane.v1.transport_pb2 import TransferOpen, TransferResponse
 
 from .base import ArmToken, ChannelAborted, ChannelSpec, ChannelTimeout, PeerLost, ReceiveChannel, TransportError
-from .grpc_wire import KEY_METADATA, METHOD, SERVICE, Chunk, decode, reuse_freed_memory
+from .grpc_wire import KEY_METADATA, METHOD, SERVICE, Chunk, decode_or_say, reuse_freed_memory
 from .span_cursor import SpanCursor
 
 __all__ = ["DataPort", "GrpcReceiveChannel"]
@@ -165,6 +165,7 @@ class GrpcReceiveChannel(ReceiveChannel):
         yield TransferResponse(bucket=-1, bytes_landed=self._landed)
         try:
             for chunk in chunks:
+                _check_message(chunk)
                 if chunk.open is not None:
                     raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, "a stream is opened once")
                 if self._take(token, opening.sender, chunk, context):
@@ -221,6 +222,13 @@ class GrpcReceiveChannel(ReceiveChannel):
             return True
 
 
+def _check_message(chunk: Chunk) -> None:
+    """``_Refused`` for bytes that are no message of the contract's."""
+    if chunk.error:
+        text = f"expected the bytes of a TransferRequest, found none of one ({chunk.error}): generate your stubs "
+        raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, text + "from our .proto files")
+
+
 def _verify(bucket: Bucket, position: int, sender: str, chunk: Chunk) -> None:
     """``_Refused`` if it is not the chunk that comes next."""
     if bucket.sender != sender:
@@ -250,10 +258,14 @@ class DataPort:
         options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.so_reuseport", 0)]
         self._server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(
-            self._transfer, request_deserializer=decode, response_serializer=TransferResponse.SerializeToString
+            self._transfer, request_deserializer=decode_or_say, response_serializer=TransferResponse.SerializeToString
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         host = bind.rsplit(":", 1)[0]
+        try:
+            check_free(bind)
+        except PortRefused as error:
+            raise TransportError(f"the data port: {error}") from None
         if credentials is None:
             port = self._server.add_insecure_port(bind)
         else:
@@ -290,6 +302,8 @@ class DataPort:
     def _transfer(self, requests: Iterator[Chunk], context: grpc.ServicerContext) -> Iterator[TransferResponse]:
         try:
             first = next(requests, None)
+            if first is not None:
+                _check_message(first)
             if first is None or first.open is None:
                 raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, "the first message must open the stream")
             opening = first.open
@@ -304,5 +318,3 @@ class DataPort:
             yield from channel.serve(opening, requests, context)
         except _Refused as refusal:
             context.abort(refusal.code, str(refusal))
-        except DecodeError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a TransferRequest: {error}")

@@ -23,6 +23,7 @@ __all__ = [
     "SERVICE",
     "Chunk",
     "decode",
+    "decode_or_say",
     "encode_chunk",
     "encode_open",
     "reuse_freed_memory",
@@ -54,6 +55,7 @@ class Chunk:
     address: int
     nbytes: int
     owner: bytes
+    error: str = ""  # why the message is none; gRPC itself would tell its sender INTERNAL
 
 
 def reuse_freed_memory() -> None:
@@ -89,6 +91,14 @@ def encode_chunk(bucket: int, offset: int, cursor: SpanCursor, nbytes: int) -> b
     ctypes.memmove(start, header, len(header))
     cursor.read(start + len(header), nbytes)
     return message
+
+
+def decode_or_say(message: bytes) -> Chunk:
+    """``decode``, for gRPC to call: bytes that are no message become a ``Chunk`` with an ``error``."""
+    try:
+        return decode(message)
+    except DecodeError as e:
+        return Chunk(None, 0, 0, 0, 0, b"", str(e) or "no message")
 
 
 def decode(message: bytes) -> Chunk:

@@ -124,7 +124,8 @@ class Regions:
             if inside and held is not None and held._cdata == storage._cdata:
                 return region, *bounds
             self._drop(region)  # its memory was freed under it
-        memory = allocation(kind, device, address, storage.nbytes())
+        with on_device(span.device):  # without a context of the calling thread the driver knows no allocation
+            memory = allocation(kind, device, address, storage.nbytes())
         region = self._by_memory.get(memory)
         if region is not None and not region.valid():
             self._drop(region)

@@ -88,6 +88,7 @@ def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held
             maybe_armed(tx, u)
         if new.stage >= Stage.RECEIVED > part.stage and all(p.stage >= Stage.RECEIVED for p in u.active()):
             u = tx.put_update(replace(tx.state.open or u, received_at=tx.now))
+            maybe_verifying(tx, u)
         if new.voted and not part.voted:
             tx.say(f"replica {replica_id} voted", u.update_id)
             compare_voted(tx, tx.state.open or u, replica_id)
@@ -171,7 +172,7 @@ def exclude(tx: Tx, u: Update, replica_id: str) -> None:
     if gate_open(u):
         tx.push(p.replica_id for p in u.active() if p.mode is Mode.IN_PLACE)
     maybe_armed(tx, u)
-    maybe_decide(tx, tx.state.open or u)
+    maybe_verifying(tx, tx.state.open or u)
 
 
 def maybe_armed(tx: Tx, u: Update) -> None:
@@ -249,6 +250,20 @@ def verified(tx: Tx, e: Verified) -> None:
     maybe_decide(tx, u)
 
 
+def finished(tx: Tx, u: Update) -> bool:
+    """Whether every rank of the trainer has said that nothing more will be declared."""
+    t = tx.state.trainer
+    return t is not None and u.finished_ranks == frozenset(range(t.world_size))
+
+
+def maybe_verifying(tx: Tx, u: Update) -> None:
+    """Once the trainer has finished and every byte is where it should be: verify; then perhaps decide."""
+    if u.phase is Phase.TRANSFERRING and finished(tx, u) and all(p.stage >= Stage.RECEIVED for p in u.active()):
+        u = tx.put_update(replace(u, phase=Phase.VERIFYING, verify_at=tx.now))
+        tx.push_trainers(u.update_id)
+    maybe_decide(tx, u)
+
+
 def maybe_decide(tx: Tx, u: Update) -> None:
     """Once the trainer has finished and all that remain are prepared and verified: decide."""
     active = u.active()
@@ -283,8 +298,9 @@ def tick(tx: Tx) -> None:
     if tx.now < u.prepare_deadline:
         return
     ready = [p for p in u.active() if p.voted and p.verified]
+    over = finished(tx, u)
     if (
-        u.phase is Phase.VERIFYING
+        over
         and u.options.at_least
         and len(ready) >= max(u.options.at_least, tx.state.policy.min_replicas)
     ):
@@ -298,13 +314,13 @@ def tick(tx: Tx) -> None:
                 exclude(tx, tx.state.open or u, p.replica_id)
         return
     t = tx.state.trainer
-    if u.phase is not Phase.VERIFYING and t is not None and all(p.voted for p in u.active()):
+    if not over and t is not None and all(p.voted for p in u.active()):
         ranks = sorted(set(range(t.world_size)) - u.finished_ranks)
         who = f"trainer ranks {ranks}, which did not finish"
     else:
         who = _waited_for(u) or "the trainer"
         for p in u.active():
-            if not p.voted and u.phase is Phase.VERIFYING:
+            if not p.voted and over:
                 _count_failure(tx, p.replica_id, Failure(Reason.DEADLINE, "not prepared in time", p.replica_id))
     message = f"the prepare deadline passed in {u.phase}; waited for {who}"
     ending.abort(tx, tx.state.open or u, Failure(Reason.DEADLINE, message, phase=u.phase.value))

@@ -451,7 +451,8 @@ def digests_in(tx: Tx, e: DigestsIn) -> None:
 
 
 def finish(tx: Tx, e: FinishUpdate) -> None:
-    """FinishUpdate of one rank; with the last rank's, verification begins. Every rank gets the outcome."""
+    """FinishUpdate of one rank; bytes may still be on the wire. With the last rank's, and the last byte, verification
+    begins. Every rank gets the outcome."""
     u, failure = _own(tx, e.generation, e.update_id, e.epoch)
     waits = u is not None and (u.phase is Phase.ABORTING or (u.phase is Phase.COMMITTED and not u.closed))
     if u is not None and waits and (failure is None or failure is u.failure):
@@ -473,13 +474,10 @@ def finish(tx: Tx, e: FinishUpdate) -> None:
     waiter = Waiter(e.call_id, "finish", e.rank, deadline=e.deadline)
     ranks = u.finished_ranks | {e.rank}
     gather = max(u.gather_s, e.gather_s)
-    u = replace(u, finished_ranks=ranks, waiters=(*u.waiters, waiter), gather_s=gather)
-    if u.phase is Phase.TRANSFERRING and ranks == frozenset(range(t.world_size)):
-        u = replace(u, phase=Phase.VERIFYING, verify_at=tx.now)
-    tx.put_update(u)
+    u = tx.put_update(replace(u, finished_ranks=ranks, waiters=(*u.waiters, waiter), gather_s=gather))
     tx.push_trainers()
-    tx.say(f"rank {e.rank} finished sending {u.update_id} ({len(ranks)}/{t.world_size})", u.update_id)
-    progress.maybe_decide(tx, u)
+    tx.say(f"rank {e.rank} has declared all of {u.update_id} ({len(ranks)}/{t.world_size})", u.update_id)
+    progress.maybe_verifying(tx, u)
 
 
 def _finish_refusal(tx: Tx, u: Update, e: FinishUpdate) -> Failure | None:
