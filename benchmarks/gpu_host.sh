@@ -8,10 +8,12 @@
 #   bash benchmarks/gpu_host.sh updates      benchmarks/updates.py across and on one
 #   bash benchmarks/gpu_host.sh digests      benchmarks/digests.py: hashes, the mirror of host transports, a staged apply
 #   bash benchmarks/gpu_host.sh many         transports and updates to three receivers (four GPUs)
+#   bash benchmarks/gpu_host.sh vllm         benchmarks/vllm_gpu.py with the vLLM in VLLM_SITE (README: how it gets there)
+#   bash benchmarks/gpu_host.sh none         unpacks what was carried, for later calls
 #
 # Several parts may be named. Each benchmark takes at most PART_S seconds (default 270; tests: all that PART_S says) and
 # keeps what it found so far. A part leaves at most two files for each benchmark and one log for all.
-# More words for the benchmarks: WIRES='--model dense' UPDATES='--transport nccl'; for pytest: TESTS='tests/transports/test_nccl.py'
+# More words for the benchmarks: WIRES='--model dense' UPDATES='--transport nccl' VLLM='--cases load,kill'; for pytest: TESTS='tests/transports/test_nccl.py'
 # (paths; what is in $OUT/failures.txt is written as it fails).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -111,9 +113,24 @@ many() {
   bench updates-many updates.py --device cuda --replicas 3 --mode in_place --model dense ${UPDATES:-}
 }
 
+# What vLLM's processes print lies in $OUT/vllm-logs.tar.xz.
+vllm() {
+  local site=${VLLM_SITE:-/opt/persist/site} logs=/tmp/vllm-gpu-logs
+  rm -rf "$logs"
+  (
+    export PYTHONPATH="$PYTHONPATH:$PWD:$site" VLLM_CACHE_ROOT="$site/_vllm_cache" WEIGHTPLANE_BENCH_TIMEOUT_S=120
+    unset VLLM_PLUGINS
+    "$PYTHON" benchmarks/_vllm_gpu_probe.py >"$OUT/vllm-probe.txt" 2>&1 &
+    bench vllm vllm_gpu.py --logs "$logs" --seconds $((PART_S - 15)) ${VLLM:-}
+    cat "$OUT/vllm-probe.txt" | tee -a "$OUT/log.txt"
+  )
+  tar -C "$logs" -cf - . | xz -3 >"$OUT/vllm-logs.tar.xz"
+}
+
 for part in "${@:-setup}"; do
   case $part in
-    setup | tests | wires | buckets | updates | digests | many) $part ;;
-    *) echo "no part $part: setup, tests, wires, buckets, updates, digests, many" >&2; exit 2 ;;
+    setup | tests | wires | buckets | updates | digests | many | vllm) $part ;;
+    none) ;;
+    *) echo "no part $part: setup, tests, wires, buckets, updates, digests, many, vllm" >&2; exit 2 ;;
   esac
 done

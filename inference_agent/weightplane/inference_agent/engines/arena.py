@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Arena", "StagingRefused", "available_bytes", "device_bytes"]
+__all__ = ["Arena", "StagingRefused", "available_bytes", "device_bytes", "staging_room"]
 
 _ALIGN = 64
 _LEFT_ALONE = 256 << 20  # of a device's memory: for kernels, tables, and an engine that needs a little more
@@ -36,6 +36,11 @@ def device_bytes(device: torch.device) -> int:
     """Memory of a CUDA device that can still be taken: what is free, and what torch holds in reserve."""
     free: int = torch.cuda.mem_get_info(device)[0]
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def staging_room(device: torch.device) -> int:
+    """What of a CUDA device's memory an ``Arena`` may take now."""
+    return max(0, device_bytes(device) - _LEFT_ALONE)
 
 
 class Arena:

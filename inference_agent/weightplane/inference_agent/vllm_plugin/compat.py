@@ -12,26 +12,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RUN", "Handed", "handed", "lacks", "note", "refusals"]
+__all__ = [
+    "RUN",
+    "Handed",
+    "handed",
+    "is_deferred_attention",
+    "lacks",
+    "load_numel",
+    "note",
+    "refusals",
+    "requantises",
+]
 
 #: Releases that ran, and where. All others are judged by their signatures (``tests/vllm/test_compat.py``).
 RUN: Mapping[str, str] = {"0.32": "CPU"}
 
 _RELOAD = "vllm.model_executor.model_loader.reload."
-#: What a load uses of vLLM's, beyond what every engine of vLLM's uses.
+#: What a load uses of vLLM's, beyond what every engine of vLLM's uses; ``a|b``: one of them.
 _USED: Mapping[str, Sequence[str]] = {
     _RELOAD + "layerwise": (
         "initialize_layerwise_reload",
         "finalize_layerwise_reload",
         "get_layerwise_info",
-        "is_deferred_attention_layer",
+        "is_deferred_attention_layer|Attention",
         "_place_kernel_tensors",
         "_get_original_loader",
         "LOADING_LAYERS",
     ),
     _RELOAD + "meta": ("CopyCounter", "get_numel_loaded", "to_meta_tensor"),
-    _RELOAD + "utils": ("get_layer_tensors", "get_tensor_load_numel"),
+    _RELOAD + "utils": ("get_layer_tensors",),
 }
+#: Ways to quantise at loading that vLLM's layerwise reload goes through again.
+_REQUANTISED = ("fp8",)
 #: Ways to speculate that have no weights.
 _WEIGHTLESS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
@@ -55,8 +67,25 @@ def lacks() -> list[str]:
         except ImportError:
             absent.append(module)
         else:
-            absent += [f"{module}.{n}" for n in names if not hasattr(found, n)]
+            absent += [f"{module}.{n}" for n in names if not any(hasattr(found, a) for a in n.split("|"))]
     return absent
+
+
+def is_deferred_attention(layer: Any) -> bool:
+    """Whether vLLM processes a layer after all others. Until 0.26 it names the classes where it is asked."""
+    layerwise = importlib.import_module(_RELOAD + "layerwise")
+    asked = getattr(layerwise, "is_deferred_attention_layer", None)
+    if asked is not None:
+        return bool(asked(layer))
+    kinds = (getattr(layerwise, n, None) for n in ("Attention", "MLAAttention"))
+    return isinstance(layer, tuple(k for k in kinds if k is not None))
+
+
+def load_numel(tensor: Any) -> int:
+    """Elements of a parameter that a checkpoint fills. 0.26 knows of no padding there."""
+    utils = importlib.import_module(_RELOAD + "utils")
+    asked = getattr(utils, "get_tensor_load_numel", None)
+    return int(tensor.numel() if asked is None else asked(tensor))
 
 
 @dataclass(frozen=True)
@@ -92,8 +121,25 @@ def handed(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
     )
 
 
-def refusals(vllm_config: Any) -> list[tuple[str, str]]:
-    """(setting, why it cannot be updated and what to do): found before the first byte of every update."""
+def requantises(method: str) -> bool:
+    """Whether this vLLM's reload quantises again as it did at its start: its ``method`` waits until a layer is whole.
+
+    ``fp8`` is the one looked into (0.26, on a GPU: ``benchmarks/vllm_gpu.py`` holds it against a fresh engine's).
+    """
+    if method not in _REQUANTISED:
+        return False
+    try:
+        online = importlib.import_module("vllm.model_executor.layers.quantization.online.fp8")
+    except ImportError:
+        return False
+    return hasattr(online, "initialize_online_processing")
+
+
+def refusals(vllm_config: Any, device: str = "cpu") -> list[tuple[str, str]]:
+    """(setting, why it cannot be updated and what to do): found before the first byte of every update.
+
+    ``device``: the kind that the weights lie on.
+    """
     found = []
     speculative = getattr(vllm_config, "speculative_config", None)
     method = getattr(speculative, "method", None)
@@ -104,8 +150,9 @@ def refusals(vllm_config: Any) -> list[tuple[str, str]]:
         )
         found.append(("speculative_config", text))
     quantised = getattr(vllm_config, "quant_config", None)
-    if quantised is not None and not _in_checkpoint(vllm_config.model_config):
-        kind = getattr(vllm_config.model_config, "quantization", None) or type(quantised).__name__
+    kind = getattr(vllm_config.model_config, "quantization", None) or type(quantised).__name__
+    again = device == "cuda" and requantises(kind)
+    if quantised is not None and not _in_checkpoint(vllm_config.model_config) and not again:
         text = (
             f"quantization: vLLM quantises the weights as it loads them ({kind}), which was not run with weightplane: "
             f"start vLLM without --quantization, or with a checkpoint that is quantised already"

@@ -80,7 +80,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             self._target,
             self.device,
             quantized=getattr(self.vllm_config, "quant_config", None) is not None,
-            refusals=compat.refusals(self.vllm_config),
+            refusals=compat.refusals(self.vllm_config, self.device.type),
         )
 
     def _target(self) -> tuple[torch.nn.Module, Any]:
@@ -101,13 +101,16 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
 
     def _hello(self, token: str) -> Hello:
         parallel = self._parallel
+        # data-parallel instances that one front end calls together are workers of one replica
+        instances = int(getattr(parallel, "data_parallel_size_local", 1) or 1)
+        instance = int(getattr(parallel, "data_parallel_rank_local", 0) or 0) if instances > 1 else 0
         cuda = self.device.type == "cuda"
         uuid = str(getattr(torch.cuda.get_device_properties(self.device), "uuid", "")) if cuda else ""
         return Hello(
             protocol=PROTOCOL,
             token=token,
-            rank=int(parallel.rank),
-            world=int(parallel.world_size),
+            rank=int(parallel.rank) + int(parallel.world_size) * instance,
+            world=int(parallel.world_size) * instances,
             life=self.worker.life,
             pid=os.getpid(),
             device=self.device.type,

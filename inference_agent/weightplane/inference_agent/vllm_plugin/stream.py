@@ -56,11 +56,13 @@ def loaded_names(manifest: Manifest, taken: Set[str]) -> Callable[[int], list[st
 class Stream:
     """Whole tensors on their way to vLLM's loaders: one thread gives, one takes. ``abort`` from any thread.
 
-    ``window``: bytes that may wait here; who gives more waits, a single larger tensor passes alone.
+    ``window``: bytes that may wait here; who gives more waits, a single larger tensor passes alone. ``device``: the
+    model's. A tensor given is complete there for every stream; its memory comes back once the takers' stream read it.
     """
 
-    def __init__(self, window: int) -> None:
-        self.window = window
+    def __init__(self, window: int, device: torch.device | None = None) -> None:
+        self.window, self.device = window, device or torch.device("cpu")
+        self.lies_on = torch.device("cpu")
         self.taken = 0  # tensors that the loaders were given: from the first on, live memory may hold a mix
         self.deadline = float("inf")
         self._cond = threading.Condition()
@@ -70,6 +72,10 @@ class Stream:
         self._why = ""
 
     # --- who gives
+
+    def waits_on(self, device: torch.device) -> None:
+        """Where tensors are made: memory that the channel can write."""
+        self.lies_on = device
 
     def wait_entered(self, timeout: float) -> None:
         """Until vLLM's main thread is here. ``EngineError`` if it does not come."""
@@ -156,6 +162,8 @@ class Stream:
                 self._waiting -= tensor.numel() * tensor.element_size()
                 self.taken += 1
                 self._cond.notify_all()
+            if tensor.is_cuda:  # made on the giver's stream: not used again before this one is done with it
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
             yield name, tensor
 
 
@@ -176,14 +184,14 @@ class StreamWorker(Worker):
         for i in roots:
             if i not in self._open:
                 t = manifest.tensors[i]
-                tensor = torch.empty(t.shape, dtype=dtype_of(t.dtype))
+                tensor = torch.empty(t.shape, dtype=dtype_of(t.dtype), device=self.stream.lies_on)
                 self._open[i] = (tensor, full_box(t.shape))
                 self._left[i] = tensor.numel() * tensor.element_size()
         sink = SinkSpans(plan, manifest, self.member, self._open)
         spans = sink.spans(bucket)
         self.channel.receive(bucket, spans)
         sink.complete(bucket)
-        self.ledger.feed(bucket, spans, [memory_of(s) for s in spans])
+        self.ledger.feed(bucket, spans, [memory_of(s) if s.device.type == "cpu" else None for s in spans])
         for s in bucket.segments:
             self._left[plan.regions[s.region].tensor] -= s.nbytes
         for i in roots:
@@ -198,7 +206,7 @@ class StreamWorker(Worker):
         for i, t in enumerate(self.share.manifest):
             if 0 in t.shape and self.share.manifest.root(i) == i:
                 for name in self.names(i):
-                    self.stream.give(name, torch.empty(t.shape, dtype=dtype_of(t.dtype)))
+                    self.stream.give(name, torch.empty(t.shape, dtype=dtype_of(t.dtype), device=self.stream.lies_on))
         self.stream.end()
 
     def missing(self) -> list[str]:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise, meta
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.inference_agent.engines.mismatch import ProblemKind
 from weightplane.transports.dtypes import dtype_of
 
+from .compat import is_deferred_attention, load_numel
 from .restoring import restore
 
 __all__ = ["Key", "Survey", "checkpoint_bytes", "cpu_experts", "survey"]
@@ -99,14 +100,14 @@ class _Recorder:
 
     def install(self, model: nn.Module) -> None:
         for module_name, layer in model.named_modules():
-            if layerwise.is_deferred_attention_layer(layer):
+            if is_deferred_attention(layer):
                 continue  # scales of attention: optional in every checkpoint
             for name, tensor in get_layer_tensors(layer).items():
                 wrapped = getattr(tensor, "weight_loader", None)
                 if wrapped is None or wrapped.__name__ != "online_process_loader":
                     continue
                 key = (module_name, name)
-                self.sizes[key] = get_tensor_load_numel(tensor) if name in layer._parameters else 0
+                self.sizes[key] = load_numel(tensor) if name in layer._parameters else 0
                 original = layerwise._get_original_loader(tensor)
                 self._replaced.append((tensor, wrapped))
                 tensor.weight_loader = self._stand_in(key, original)

@@ -1,5 +1,8 @@
 """One vLLM worker as a worker of a replica: what it holds, its staging memory, its end of the transports' channels.
 
+What comes waits where the model lies: in host memory, or on the worker's GPU (in place over a transport that writes no
+device memory: in host memory).
+
 Three threads meet here. The *session* thread (``session.py``) answers the agent and never blocks: it only aborts. The
 *data* thread runs everything else that the agent asks, in order. vLLM's *main* thread calls ``survey`` and ``apply``
 from inside vLLM's own calls, while the data thread waits for its next order: the agent asks one thing at a time.
@@ -21,7 +24,7 @@ from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.placement import full_box
 from weightplane.controlplane.core.plan import Plan
 from weightplane.inference_agent.caches import Newest
-from weightplane.inference_agent.engines.arena import Arena, available_bytes
+from weightplane.inference_agent.engines.arena import Arena, available_bytes, staging_room
 from weightplane.inference_agent.engines.base import EngineError, LocalTensors
 from weightplane.inference_agent.hello import enabled_transports, worker_offers
 from weightplane.inference_agent.receipts import Ledger, Sink, WorkerPlan
@@ -79,6 +82,8 @@ class WorkerReplica:
         self._channels: dict[str, Channels] = {}
         self._opened: dict[tuple[str, str], tuple[Channels, ReceiveChannel]] = {}
         self._data = WorkThread("weightplane-data")
+        if device.type == "cuda":
+            self._data.submit(lambda: torch.cuda.set_device(device))
         self._update: _Update | None = None
 
     # --- any thread
@@ -91,6 +96,11 @@ class WorkerReplica:
         """Why there is no room for a copy of the model, as far as can be said before a manifest is known."""
         model, _ = self._model()
         need = checkpoint_bytes(model)
+        if self._device.type == "cuda":
+            room = staging_room(self._device)
+            if self._slot is None and need > room:
+                return f"staging needs about {need} bytes of {self._device}, {room} are left to it"
+            return ""
         if self._most_host is not None and need > self._most_host:
             return f"staging needs about {need} bytes of host memory, the limit is {self._most_host}"
         free = available_bytes()
@@ -177,23 +187,25 @@ class WorkerReplica:
         u = _Update(m["update_id"], m["version"], manifest)
         if m["in_place"]:
             self._slot = None  # the room is for the tensors on their way
-            u.stream = Stream(window_bytes(manifest, self._most_host))
+            u.stream = Stream(window_bytes(manifest, self._most_host), self._device)
         else:
             self._reserve(manifest)
         self._update = u
         return {"staging_bytes": self._slot[1].nbytes if self._slot else 0}
 
     def _reserve(self, manifest: Manifest) -> None:
-        """Host memory for every tensor that this worker takes; kept for as long as the manifest stays."""
+        """Memory for every tensor that this worker takes; kept for as long as the manifest stays."""
         if self._slot is not None and self._slot[0] == manifest.id:
             return
         self._slot = None
         self._shares.clear()
         found = self._surveys[manifest.id]
         roots = {manifest.root(i) for i, t in enumerate(manifest) if t.name in found.taken}
-        like = {i: torch.empty(1, dtype=dtype_of(manifest.tensors[i].dtype)) for i in sorted(roots)}
+        like = {
+            i: torch.empty(1, dtype=dtype_of(manifest.tensors[i].dtype), device=self._device) for i in sorted(roots)
+        }
         shapes = [like[i].as_strided(manifest.tensors[i].shape, [0] * len(manifest.tensors[i].shape)) for i in like]
-        arena = Arena(shapes, self._most_host)
+        arena = Arena(shapes, self._most_host if self._device.type == "cpu" else None)
         at = dict(zip(like, arena.staged, strict=True))
         targets = {
             i: (at[manifest.root(i)], full_box(t.shape)) for i, t in enumerate(manifest) if manifest.root(i) in at
@@ -209,7 +221,9 @@ class WorkerReplica:
         opened = channels.get(channel, member)
         self._opened[channel.channel_id, member] = (channels, opened)
         base, verify, early = opened.bytes_landed, Verify(m["verify"]), bool(m["as_they_come"])
+        kinds = channels.device_kinds(channel.transport)
         if u.stream is not None:
+            u.stream.waits_on(self._device if self._device.type in kinds else torch.device("cpu"))
             share = WorkerPlan(plan, u.manifest, member)
             ledger = Ledger(share, u.update_id, verify, early)
             names = loaded_names(u.manifest, self._surveys[u.manifest.id].taken)
@@ -218,10 +232,10 @@ class WorkerReplica:
             )
             return {}
         assert self._slot is not None
-        key = (plan.id, member)
+        key = (plan.id, member, kinds)
         if key not in self._shares:
             fresh = WorkerPlan(plan, u.manifest, member)
-            self._shares.keep(key, (fresh, Sink(fresh, self._slot[2])))
+            self._shares.keep(key, (fresh, Sink(fresh, self._slot[2], kinds)))
         share, sink = self._shares[key]
         ledger = Ledger(share, u.update_id, verify, early, sink)
         u.receiver = LocalWorker(member, self._data, opened, share, base, sink, ledger, channel_id=channel.channel_id)
@@ -404,6 +418,8 @@ class WorkerReplica:
         try:
             where = "vllm.load.inside" if u.stream is None else "vllm.stream.inside"
             written = load(model, config, self._device, weights, self._surveys[u.manifest.id], where)
+            if self._device.type == "cuda":  # what failed on the card shows here, and the time is all of it
+                torch.cuda.current_stream(self._device).synchronize()
             u.outcome = {"error": "", "tensors": [], "elements": written, "load_s": time.monotonic() - start}
         except Exception as e:
             names = list(getattr(e, "tensors", ()))

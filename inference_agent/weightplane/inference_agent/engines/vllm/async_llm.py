@@ -12,7 +12,7 @@ from typing import Any
 
 from weightplane.controlplane.core.model import PauseMode
 
-from .drivers import Driver, DriverError, DriverTimeout
+from .drivers import Driver, DriverError, DriverTimeout, labelled
 
 __all__ = ["AsyncDriver"]
 
@@ -83,7 +83,7 @@ class AsyncDriver(Driver):
                 await llm.finish_weight_update()
                 await llm.start_weight_update()
             await llm.update_weights(request)
-            await llm.finish_weight_update(weight_version=label)
+            await llm.finish_weight_update(**labelled(llm.finish_weight_update, label))
 
         self._run("update", work, timeout)
 

@@ -38,6 +38,7 @@ class Attached(Engine):
         self._lock = threading.Condition()
         self._tokens: dict[str, int] = {}
         self._links: dict[tuple[int, int], WorkerLink] = {}
+        self._twice = False
         self._attached: tuple[WorkerLink, ...] = ()
         self._devices: tuple[WorkerDevice, ...] = ()
         self._update: EngineUpdate | None = None
@@ -78,6 +79,7 @@ class Attached(Engine):
             for link in self._links.values():
                 link.close()
             self._links.clear()
+            self._twice = False
             self._tokens = {t: i for i, t in enumerate(tokens)}
         self._listener.expect(set(tokens))
         most = self._most_host or 0
@@ -86,6 +88,11 @@ class Attached(Engine):
         with self._lock:
             if not self._lock.wait_for(self._complete, CALL_S):
                 raise EngineError(f"not every worker of vLLM dialled {self._listener.path}: {sorted(self._links)} did")
+            if self._twice:  # one of the two would be left behind at every update
+                raise EngineError(
+                    "two workers of vLLM say that they are the same one: data-parallel instances of a model without "
+                    "experts are engines of their own, run each as its own server or program (--data-parallel-rank)"
+                )
             links = tuple(link for _, link in sorted(self._links.items()))
             self._attached = links
             self._devices = tuple(WorkerDevice(k.hello.device, k.hello.uuid) for k in links)
@@ -109,6 +116,7 @@ class Attached(Engine):
             if instance is None:
                 link.close()
                 return
+            self._twice = self._twice or (instance, hello.rank) in self._links
             self._links[instance, hello.rank] = WorkerLink(link, hello, self._lost)
             self._lock.notify_all()
 

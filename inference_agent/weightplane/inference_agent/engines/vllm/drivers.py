@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightplane.controlplane.core.model import PauseMode
 
 from ..base import EngineError
 
-__all__ = ["Driver", "DriverError", "DriverTimeout"]
+__all__ = ["Driver", "DriverError", "DriverTimeout", "labelled"]
 
 
 class DriverError(EngineError):
@@ -19,6 +20,11 @@ class DriverError(EngineError):
 
 class DriverTimeout(DriverError):
     """vLLM did not answer in time: whether it did what was asked is unknown."""
+
+
+def labelled(finish: Callable[..., Any], label: str | None) -> dict[str, Any]:
+    """What ``finish_weight_update`` takes: vLLM's weight version, in releases that have one (0.26 has not)."""
+    return {"weight_version": label} if "weight_version" in inspect.signature(finish).parameters else {}
 
 
 class Driver(ABC):

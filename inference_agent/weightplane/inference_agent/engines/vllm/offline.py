@@ -18,7 +18,7 @@ from typing import Any
 from weightplane.controlplane.core.model import PauseMode
 from weightplane.inference_agent.threads import detached
 
-from .drivers import Driver, DriverError, DriverTimeout
+from .drivers import Driver, DriverError, DriverTimeout, labelled
 
 __all__ = ["OfflineDriver"]
 
@@ -109,7 +109,7 @@ class OfflineDriver(Driver):
                 self._llm.finish_weight_update()
                 self._llm.start_weight_update()
             self._llm.update_weights({"update_info": dict(info)})
-            self._llm.finish_weight_update(weight_version=label)
+            self._llm.finish_weight_update(**labelled(self._llm.finish_weight_update, label))
 
         self._run("update", work, timeout)
 
