@@ -94,8 +94,9 @@ $(VENV)/.nixl: tools/test-nixl.txt $(VENV)/.stamp
 test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl ## run the tests
 	$(VENV)/bin/python -m pytest $(ARGS)
 
+# Without vLLM its tests skip; here that is an error.
 test-vllm: $(VLLM_VENV)/.stamp ## run the tests of the vLLM adapter with a real vLLM on CPU
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+	WEIGHTPLANE_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; leaves demo-report/
 	$(VENV)/bin/weightplane demo $(ARGS)

@@ -6,6 +6,7 @@ import copy
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from tests.inference_agent.trainer import Trainer
 from tests.process.harness import http
 from tests.trainer_agent.fleet import fill, hook, same
 from weightplane.controlplane import failpoints
-from weightplane.controlplane.core.model import Config, Held, Verify, Weights
+from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Config, Held, PauseMode, Verify, Weights
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.failpoints import FailpointError
 from weightplane.inference_agent.engines.base import EngineError
@@ -229,6 +230,86 @@ def C07_metadata_larger_than_a_message_travels() -> None:
             publisher.publish(1, update_timeout=60)
         held = torch.stack([b for _, b in f.engines["r0"].modules[0].named_buffers()])
         check("every value is exact", torch.equal(held, values))
+
+
+class _Sleeper(TorchModuleEngine):
+    """A receiver whose memory is somebody else's while it sleeps: level 1 keeps a copy, level 2 does not."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._asleep: frozenset[str] = frozenset()
+        self._kept: dict[str, torch.Tensor] | None = None
+
+    @property
+    def sleep_levels(self) -> tuple[int, ...]:
+        return (1, 2)
+
+    def asleep(self) -> frozenset[str]:
+        return self._asleep
+
+    def sleep(self, level: int) -> None:
+        self.pause("sleep", PauseMode.KEEP)
+        if not self.wait_paused("sleep", 5):
+            raise EngineError("it does not stand still")
+        (module,) = self.modules
+        if level == 1:
+            self._kept = {n: t.clone() for n, t in module.state_dict().items()}
+        else:
+            self._held = NONE_HELD
+            self.soil("its weights were dropped")
+        self._asleep = frozenset(SLEEP_TAGS)
+        with torch.no_grad():
+            for t in module.state_dict().values():
+                t.fill_(-1)
+
+    def wake(self, tags: frozenset[str]) -> None:
+        if "weights" in tags and self._kept is not None:
+            self.modules[0].load_state_dict(self._kept)
+            self._kept = None
+        self._asleep -= tags
+        if not self._asleep:
+            self.resume("sleep")
+
+
+@case
+def C08_what_is_ready_after_a_sleep_is_what_is_in_memory() -> None:
+    with site() as f:
+        engine = _Sleeper(Even())
+        f.replica("r0", engine)
+        module = Even()
+        publisher = f.publisher(module)
+        fleet = fleet_pb2_grpc.FleetServiceStub(publisher._hold.client._channel)
+
+        def order(kind: Any, **fields: Any) -> fleet_pb2.ReplicaInfo:
+            call = fleet.SleepReplica if kind is fleet_pb2.SleepReplicaRequest else fleet.WakeReplica
+            answer = call(kind(request_id=uuid.uuid4().hex, group="g", replica_id="r0", **fields), timeout=10)
+            replica: fleet_pb2.ReplicaInfo = answer.replica
+            return replica
+
+        def sleep(level: int) -> None:
+            order(fleet_pb2.SleepReplicaRequest, level=level)
+
+        def wake(*tags: str) -> fleet_pb2.ReplicaInfo:
+            return order(fleet_pb2.WakeReplicaRequest, tags=tags)
+
+        module.become(1)
+        publisher.publish(1)
+        sleep(1)
+        refused("who sleeps is in no update", lambda: publisher.publish(2), PublishError)
+        check("it wakes up as it fell asleep", wake().routable and read(engine) == {1.0}, read(engine))
+        sleep(1)
+        wake("weights")
+        module.become(3)
+        publisher.publish(3)
+        check("an update before the rest wakes up is what is served", wake().routable and read(engine) == {3.0})
+        sleep(2)
+        said = f.check_replica("r0")
+        check("lost weights are not ready", not said.ready and said.replica.held.version == 0, said)
+        wake("weights")
+        refused("lost weights are not served", lambda: wake("kv_cache"), grpc.RpcError)
+        module.become(4)
+        publisher.publish(4)
+        check("a full update makes it ready", wake().routable and read(engine) == {4.0}, read(engine))
 
 
 @case

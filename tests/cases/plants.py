@@ -17,7 +17,7 @@ import torch
 from tests.cases.children import planting
 from weightplane.controlplane.core import ending, group, members, progress, replica, trainers, updates
 from weightplane.controlplane.core.events import Beat, CallGone, StartUpdate
-from weightplane.controlplane.core.model import NONE_HELD, Process
+from weightplane.controlplane.core.model import NONE_HELD, Admin, Process
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.server import runtime
 from weightplane.controlplane.server.errors import Refused
@@ -136,6 +136,12 @@ def _(m: Patch) -> None:
 def _(m: Patch) -> None:
     """A manifest is sent in one message."""
     m.setattr(plans, "_PAGE_BYTES", 1 << 40)
+
+
+@plant("C08", "who sleeps is in no update")
+def _(m: Patch) -> None:
+    """Whether a replica sleeps is not asked when an update begins, nor by its engine."""
+    m.setitem(members._ADMIN_JOINS, Admin.ASLEEP, (True, True))
 
 
 @plant("C11", "the failed update is over")

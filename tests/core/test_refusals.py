@@ -121,6 +121,8 @@ STALE = {
     "a write long settled": lambda g: events.Stored("w0", True),
     "an operator's drain of a stranger": lambda g: events.SetAdmin("c", "r9", model.Admin.DRAINING),
     "an operator's pause of a stranger": lambda g: events.SetPause("c", 1e9, ("r9",), "operator", True),
+    "an order to a stranger to sleep": lambda g: events.SetSleep("c", 1e9, "r9", 1),
+    "an order to a stranger to wake": lambda g: events.SetAwake("c", 1e9, "r9", ()),
     "a caller who never called": lambda g: events.CallGone("nobody"),
 }
 

@@ -117,6 +117,7 @@ def replica_hello(workers: int = 1, **fields: Any) -> ag.ReplicaHello:
         "cache_policies": [cm.CACHE_POLICY_CLEAR],
         "evidence": cm.EVIDENCE_LIVE,
         "engine": "scripted",
+        "sleep_levels": [1, 2],
     }
     return ag.ReplicaHello(
         workers=[ag.WorkerInfo(index=i, host_id="h", offers=[offer()]) for i in range(workers)], **{**default, **fields}

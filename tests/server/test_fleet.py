@@ -9,6 +9,7 @@ import grpc
 
 from tests.server.scripted import Replica, fleet, refused, server, until
 from weightplane.controlplane.core.model import Admin
+from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import common_pb2 as cm
 from weightplane.v1 import fleet_pb2 as fl
 
@@ -39,12 +40,14 @@ def pausing(replica: Replica) -> asyncio.Task[None]:
     """An engine that does as the desired state says."""
 
     async def obey() -> None:
-        last: list[str] = []
+        last: list[object] = []
         while True:
-            wanted = list(replica.seen[-1].pause_holders) if replica.seen else []
-            if wanted != last:
-                last = wanted
-                await replica.send_report(pause_holders=wanted)
+            newest = replica.seen[-1] if replica.seen else ag.DesiredReplica()
+            wanted: list[object] = [*newest.pause_holders, newest.sleep.order]
+            if wanted != (last or [0]):
+                last, asleep = wanted, list(newest.sleep.asleep)
+                holders = [*newest.pause_holders, *(["sleep"] if asleep else [])]
+                await replica.send_report(pause_holders=holders, asleep=asleep, sleep_order=newest.sleep.order)
             await asyncio.sleep(0.01)
 
     return asyncio.create_task(obey())
@@ -107,12 +110,39 @@ async def test_administrative_states() -> None:
         await stub.DrainReplica(drain, timeout=5)  # a late duplicate drains nothing
         assert group.state.replicas["r0"].admin is Admin.ACTIVE
         assert len((await trainer.publish()).outcomes) == 2
+
+
+async def test_a_sleeping_replica_joins_no_update_and_wakes_in_two_steps() -> None:
+    async with server() as running, fleet(running.address, 2) as (trainer, replicas):
+        obeying = pausing(replicas[0])
+        names: dict[str, Any] = {"group": "g", "replica_id": "r0"}
+        stub = trainer.fleet
+        await trainer.publish()
+        asleep = (await stub.SleepReplica(fl.SleepReplicaRequest(request_id="1", **names), timeout=5)).replica
+        assert asleep.admin == fl.ADMIN_STATE_ASLEEP and list(asleep.asleep) == ["weights", "kv_cache"]
+        assert list(asleep.pause_holders) == ["sleep"] and not asleep.routable and asleep.may_not_join == "it is ASLEEP"
+        assert replicas[0].seen[-1].sleep.level == 1
+        assert [o.replica_id for o in (await trainer.publish()).outcomes] == ["r1"]
+        await stub.SleepReplica(fl.SleepReplicaRequest(request_id="2", **names), timeout=5)
+        deeper = fl.SleepReplicaRequest(request_id="3", level=2, **names)
+        await refused(stub.SleepReplica(deeper, timeout=5), "WRONG_PHASE", grpc.StatusCode.FAILED_PRECONDITION)
         for call in (
-            stub.SleepReplica(fl.SleepReplicaRequest(request_id="7", **names), timeout=5),
-            stub.WakeReplica(fl.WakeReplicaRequest(request_id="8", **names), timeout=5),
+            stub.ActivateReplica(fl.ActivateReplicaRequest(request_id="4", **names), timeout=5),
+            stub.DrainReplica(fl.DrainReplicaRequest(request_id="5", **names), timeout=5),
+            stub.WakeReplica(fl.WakeReplicaRequest(request_id="6", tags=["kv_cache"], **names), timeout=5),
         ):
-            error = await refused(call, "NOT_IMPLEMENTED", grpc.StatusCode.UNIMPLEMENTED)
-            assert "Replica is part of the contract" in (error.details() or "")
+            await refused(call, "WRONG_PHASE", grpc.StatusCode.FAILED_PRECONDITION)
+        unknown = fl.WakeReplicaRequest(request_id="7", tags=["dreams"], **names)
+        await refused(stub.WakeReplica(unknown, timeout=5), "INVALID_ARGUMENT")
+        half = fl.WakeReplicaRequest(request_id="8", tags=["weights"], **names)
+        woken = (await stub.WakeReplica(half, timeout=5)).replica
+        assert woken.admin == fl.ADMIN_STATE_ACTIVE and list(woken.asleep) == ["kv_cache"] and not woken.routable
+        await until(lambda: not running.coordinator.group("g").state.open, "the update before is over")
+        awake = (await stub.WakeReplica(fl.WakeReplicaRequest(request_id="9", **names), timeout=5)).replica
+        assert not awake.asleep and not awake.pause_holders and awake.lag == 1
+        await stub.WakeReplica(half, timeout=5)  # a late duplicate wakes nothing
+        assert len((await trainer.publish()).outcomes) == 2
+        obeying.cancel()
 
 
 async def test_updates_are_listed_newest_first_in_pages() -> None:

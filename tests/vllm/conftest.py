@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.inference_agent.server import Server
+from tests.inference_agent.server import FAST, Server
 
 from .fleet import Fleet
 from .models import goldens, make_model
@@ -19,6 +21,8 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = importlib.util.find_spec("vllm") is None
+    if missing and os.environ.get("WEIGHTPLANE_NEEDS_VLLM"):
+        raise pytest.UsageError("vLLM is not installed here, and these tests are to run: make test-vllm sets it up")
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.timeout(500))
@@ -53,7 +57,8 @@ def golden(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def plane() -> Iterator[Server]:
-    server = Server().start()
+    # Leases are not what is shown here: on a machine that others use, three seconds of silence are no sign of death.
+    server = Server(replace(FAST, ttl_s=10.0, routing_budget_s=30.0)).start()
     yield server
     server.close()
 

@@ -16,6 +16,7 @@ from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.trainer_agent import Publisher, SafetensorsSource
 
 from .models import ENVIRONMENT, PROMPTS, TOKENS
+from .orders import ASLEEP, Orders
 
 Golden = dict[str, list[list[int]]]
 
@@ -99,3 +100,30 @@ def test_weights_change_while_it_generates(
         assert program.all_tokens() == golden[target]
         assert program.run(program.llm.get_weight_version()) == str(receipt.version)
         assert {r.state for r in receipt.replicas} == {"READY"}
+
+
+def test_it_sleeps_and_wakes_up_by_order(
+    program: Program, plane: Server, folders: dict[str, Path], golden: Golden
+) -> None:
+    """A request in flight stands still, and goes on with the weights of the update in between."""
+    orders = Orders(plane.address, "async")
+    made: list[list[int]] = []
+    enough = threading.Event()
+
+    async def one_after_the_other() -> None:
+        while not enough.is_set():
+            made.append([])
+            await program.generate(PROMPTS[0], 450, made[-1])
+
+    flight = asyncio.run_coroutine_threadsafe(one_after_the_other(), program.loop)
+    eventually(lambda: made and made[0], 30, "tokens come")
+    assert orders.sleep(1).admin == ASLEEP and program.run(program.llm.is_sleeping())
+    orders.wake("weights")
+    with Publisher(plane.address, "async", SafetensorsSource(folders["B16"]), takeover=True) as publisher:
+        assert {r.state for r in publisher.publish(step=3).replicas} == {"READY"}
+    enough.set()
+    so_far = len(made), len(made[-1])
+    assert so_far[1] < 450 and orders.wake("kv_cache").routable
+    flight.result(120)
+    assert (len(made), {len(m) for m in made}) == (so_far[0], {450}), "a request lost tokens, or was dropped"
+    assert program.all_tokens() == golden["B16"]

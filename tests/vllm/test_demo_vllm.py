@@ -39,6 +39,19 @@ def test_every_step_is_published_to_both_servers_and_their_log_probabilities_are
     assert report["learned"] is False and done.returncode == 5 and "did NOT learn" in done.stdout
 
 
+def test_the_control_publishes_nothing_and_its_reward_does_not_rise(golden: object, tmp_path: Path) -> None:
+    """``--no-sync``: the same loop and the same servers; what they serve gets stale, as the log-probabilities tell."""
+    command = [sys.executable, "-m", "weightplane.cli", "demo", "--engine", "vllm", "--no-sync", "--steps", str(STEPS)]
+    done = subprocess.run(
+        [*command, "--report", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["sync"] is False and report["publishes"] == [] and report["digests_match"] is None
+    assert report["versions"] == {"replica-a": 0, "replica-b": 0} and report["rose"] is False
+    assert report["logprob_gap_most"] > 1e-4, "the servers' weights followed the trainer's, and nobody published"
+
+
 @pytest.mark.parametrize(
     "spans", [(Span(0, 4, version=6),), (Span(0, 2, version=7), Span(2, 4, version=6)), (Span(0, 4, known=False),), ()]
 )

@@ -1,17 +1,23 @@
-"""One server with tied embeddings whose loader fails once in the middle: what is left behind, and that it heals."""
+"""One server with tied embeddings whose loader fails once in the middle: what is left behind, and that it heals.
+
+Later on it is put to sleep and woken up.
+"""
 
 from __future__ import annotations
 
+import threading
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests.inference_agent.server import Server, eventually
-from weightplane.trainer_agent import UpdateFailed
+from weightplane.trainer_agent import PublishError, UpdateFailed
 
 from .fleet import Fleet, tensors_of
+from .orders import ACTIVE, ASLEEP, Orders, why
 from .servers import VllmServer
 
 Golden = dict[str, list[list[int]]]
@@ -56,6 +62,7 @@ def test_a_load_that_fails_is_fenced_and_named_and_the_next_heals(
     one.agent("a")
     eventually(lambda: one.there("a") and one.replica("a").incarnation != first, 30, one.log("a"))
     eventually(lambda: one.weights("a") == ("DIRTY", 0), 10, "DIRTY still")
+    assert "could not be loaded" in one.replica("a").failure.message, "why is not forgotten with the agent"
     assert one.servers["a"].unanswered()
     receipt = one.publish(folders["TB"])
     assert {r.state for r in receipt.replicas} == {"READY"}
@@ -114,6 +121,80 @@ def test_who_sleeps_takes_no_update(one: Fleet, folders: dict[str, Path], golden
     one.servers["a"].post("/wake_up")
     one.publish(folders["TA"])
     assert one.tokens("a") == golden["TA"]
+
+
+def test_it_sleeps_by_order_and_takes_an_update_before_its_cache_is_back(
+    one: Fleet, folders: dict[str, Path], golden: Golden
+) -> None:
+    """sleep -> wake(weights) -> update -> wake(kv_cache): a request in flight stands still all along and loses nothing.
+
+    On CPU vLLM obeys each order, as ``/is_sleeping`` says, and releases no memory: that it does is shown on a GPU.
+    """
+    version = one.publish(folders["TA"]).version
+    server, orders = one.servers["a"], Orders(one.plane.address, one.group)
+    made: list[int] = []
+    flight = threading.Thread(target=lambda: made.extend(server.stream([1, 7], 1500)))
+    flight.start()
+    eventually(lambda: made, 30, "tokens come")
+    asleep = orders.sleep(1)
+    assert asleep.admin == ASLEEP and list(asleep.asleep) == ["weights", "kv_cache"] and not asleep.routable
+    assert asleep.held.version == version and server.get("/is_sleeping")["is_sleeping"] is True
+    assert flight.is_alive() and server.unanswered()
+    with pytest.raises(PublishError, match="ASLEEP"):
+        one.publish(folders["TB"])
+    half = orders.wake("weights")
+    assert half.admin == ACTIVE and list(half.pause_holders) == ["sleep"] and server.unanswered()
+    before = len(made)
+    for mode in ("in_place", "staged"):
+        assert {r.state for r in one.publish(folders["TB"], mode=mode).replicas} == {"READY"}
+    assert len(made) == before and server.unanswered() and server.get("/is_sleeping")["is_sleeping"] is True
+    awake = orders.wake("kv_cache")
+    assert not awake.asleep and not awake.pause_holders and awake.routable
+    assert one.tokens("a") == golden["TB"] and server.get("/is_sleeping")["is_sleeping"] is False
+    flight.join(120)
+    assert len(made) == 1500, "the request lost tokens"
+
+
+def test_weights_that_a_sleep_dropped_are_never_served(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """C08. Level 2: DIRTY and named from the order on, for a new agent too; only a full update lets it wake up."""
+    one.publish(folders["TA"])
+    server, orders = one.servers["a"], Orders(one.plane.address, one.group)
+    asleep = orders.sleep(2)
+    assert asleep.admin == ASLEEP and one.weights("a") == ("DIRTY", 0) and "dropped" in asleep.failure.message
+    one.agents["a"].process.kill()
+    one.agents["a"].process.wait(10)
+    first = one.replica("a").incarnation
+    one.agent("a")
+    eventually(lambda: one.there("a") and one.replica("a").incarnation != first, 30, one.log("a"))
+    eventually(lambda: one.weights("a") == ("DIRTY", 0), 10, "DIRTY still")
+    assert one.replica("a").asleep == ("weights", "kv_cache") and server.unanswered()
+    for tags in ((), ("kv_cache",)):
+        with pytest.raises(grpc.RpcError) as refused:
+            orders.wake(*tags)
+        assert "weights" in why(refused.value)
+    orders.wake("weights")
+    with pytest.raises(grpc.RpcError) as refused:
+        orders.wake("kv_cache")
+    assert "dropped by a sleep of level 2" in why(refused.value) and "publish" in why(refused.value)
+    assert server.unanswered()
+    receipt = one.publish(folders["TB"])
+    assert {r.state for r in receipt.replicas} == {"READY"} and server.unanswered()
+    assert orders.wake().routable
+    assert one.tokens("a") == golden["TB"] and server.label() == str(receipt.version)
+
+
+def test_a_pause_outlives_a_sleep(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """vLLM generates as soon as it is awake: while an operator holds it paused the last step is refused by name."""
+    one.publish(folders["TA"])
+    orders = Orders(one.plane.address, one.group)
+    orders.sleep(1)
+    with orders.paused():
+        with pytest.raises(grpc.RpcError) as refused:
+            orders.wake()
+        assert "operator paused it" in why(refused.value)
+        assert one.servers["a"].unanswered()
+    assert one.servers["a"].unanswered()
+    assert orders.wake().routable and one.tokens("a") == golden["TA"]
 
 
 def test_a_tied_pair_that_comes_as_two_is_refused(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:

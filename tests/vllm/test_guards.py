@@ -29,6 +29,7 @@ from weightplane.inference_agent.engines.vllm.offline import OfflineDriver
 from weightplane.inference_agent.threads import WorkThread
 from weightplane.inference_agent.vllm_plugin import wire
 from weightplane.inference_agent.vllm_plugin.session import WorkerSession
+from weightplane.inference_agent.vllm_plugin.sleeping import sleep_refusal
 
 MANIFEST = Manifest.of([TensorMeta("a", "float32", (4, 8))])
 NEEDS_VLLM = pytest.mark.skipif(
@@ -56,16 +57,26 @@ class Worker:
 
     def do(self, what: str, m: dict[str, Any]) -> Any:
         self.asked.append(what)
+        if what == "asleep":
+            self.on_state(wire.State(mixed=m["lost"], asleep=tuple(m["asleep"])))
         if what == "take":
             return {"freed": self.freed.wait(10)}
         return {"known": True}
 
 
 def hello(token: str, **changes: Any) -> wire.Hello:
-    kept = {"rank": 0, "world": 1, "life": "life", "pid": 1, "device": "cpu", "uuid": "", "vllm": "0", "model": "m"}
-    return wire.Hello(
-        **{"protocol": wire.PROTOCOL, "token": token, "staging_refusal": "", "state": wire.State(), **kept, **changes}
-    )
+    kept: dict[str, Any] = {
+        "rank": 0,
+        "world": 1,
+        "life": "life",
+        "pid": 1,
+        "device": "cpu",
+        "uuid": "",
+        "vllm": "0",
+        "model": "m",
+    }
+    kept |= {"protocol": wire.PROTOCOL, "token": token, "staging_refusal": "", "sleep_refusal": ""}
+    return wire.Hello(**{**kept, "state": wire.State(), **changes})
 
 
 class Pretended(Driver):
@@ -105,6 +116,12 @@ class Pretended(Driver):
 
     def is_sleeping(self, timeout: float) -> bool:
         return False
+
+    def sleep(self, level: int, timeout: float) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake(self, tags: Sequence[str], last: bool, timeout: float) -> None:
+        self.calls.append(f"wake {' '.join(tags)}{' last' if last else ''}")
 
     def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
         self.calls.append(str(info["do"]))
@@ -187,6 +204,75 @@ def test_an_abort_passes_a_data_thread_that_is_stuck() -> None:
     assert answers == [{"freed": True}], "the abort waits behind what it is to free"
     session.stop()
     listener.close()
+
+
+# --- sleep
+
+
+def test_it_falls_asleep_paused_and_wakes_up_in_two_steps() -> None:
+    """Trap 13. What the workers lack is noted with them before it is so; the cache comes last, and lets it run."""
+    driver = Pretended()
+    with engine(driver) as e:
+        assert e.sleep_levels == (1, 2)
+        e.sleep(1)
+        assert driver.calls == ["KEEP clear", "sleep 1"]
+        assert e.asleep() == {"weights", "kv_cache"} and e.holders() == {"sleep"} and not e.mixed()
+        with pytest.raises(EngineError, match="asleep"):
+            e.begin(update())
+        with pytest.raises(EngineError, match="asleep"):
+            e.sleep(1)
+        with pytest.raises(EngineError, match="weights come first"):
+            e.wake(frozenset({"kv_cache"}))
+        e.wake(frozenset({"weights"}))
+        assert e.asleep() == {"kv_cache"} and e.holders() == {"sleep"}
+        e.begin(update())
+        e.pause("update", PauseMode.KEEP)
+        assert e.wait_paused("update", 5)
+        e.apply("u")
+        e.commit("u")
+        e.resume("update")
+        e.wake(frozenset({"kv_cache"}))
+        assert driver.calls[2:] == ["wake weights", "apply", "clear", "wake kv_cache last"] and not e.holders()
+
+
+def test_weights_that_a_sleep_dropped_are_never_served() -> None:
+    """Trap 13: the fence stands until an update committed; until then the last of it does not wake up."""
+    driver = Pretended()
+    with engine(driver) as e:
+        e.sleep(2)
+        assert "dropped" in e.mixed() and e.holders() == {"sleep", "dirty"}
+        e.wake(frozenset({"weights"}))
+        with pytest.raises(EngineError, match=r"lost: .*Publish first"):
+            e.wake(frozenset({"kv_cache"}))
+        assert not any("last" in c for c in driver.calls)
+
+
+def test_a_sleep_that_fails_leaves_it_awake() -> None:
+    class Fails(Pretended):
+        def sleep(self, level: int, timeout: float) -> None:
+            raise DriverError("no")
+
+    driver = Fails()
+    with engine(driver) as e:
+        with pytest.raises(DriverError):
+            e.sleep(1)
+        assert not e.asleep() and not e.holders() and driver.calls[-1] == "resume"
+
+
+def test_an_engine_without_a_pool_says_why_it_cannot_sleep() -> None:
+    class Unpooled(Pretended):
+        def initialise(self, infos: Sequence[Mapping[str, Any]], timeout: float) -> None:
+            for info in infos:
+                said = hello(info["token"], device="cuda", sleep_refusal=sleep_refusal(vllm, "cuda"))
+                WorkerSession(Worker(), info["socket"], said).start()  # type: ignore[arg-type]
+
+    vllm = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False))
+    with engine(Unpooled()) as e:
+        assert e.sleep_levels == () and "--enable-sleep-mode" in e.sleep_refusal
+        with pytest.raises(EngineError, match="enable-sleep-mode"):
+            e.sleep(1)
+    vllm.model_config.enable_sleep_mode = True
+    assert not sleep_refusal(vllm, "cuda") and not sleep_refusal(vllm, "cpu")
 
 
 # --- two data-parallel instances, and servers that do not answer

@@ -203,3 +203,32 @@ def test_a_release_that_lacks_something_serves_and_says_so(real: RealModel, monk
     with pytest.raises(RuntimeError, match=r"lacks what a load needs: vllm\.reload\.gone"):
         engine.init_transfer_engine(engine.parse_init_info({"socket": "/nowhere", "token": "t"}))
     engine.shutdown()
+
+
+@pytest.mark.parametrize("first", ["the load ends", "the agent goes"])
+def test_a_load_that_nobody_confirmed_is_named_so(real: RealModel, b: Named, first: str) -> None:
+    """The agent dies between the load and its confirmation, or during the load: not "is being applied" for ever."""
+    from weightplane.inference_agent.vllm_plugin.wire import manifest_json
+
+    replica, manifest = Llm(real).engine.worker, real.manifest(b)
+    replica.do("manifest", {"manifest": manifest_json(manifest)})
+    replica.survey(manifest.id)
+    replica.do("begin", {"update_id": "u", "version": 2, "manifest_id": manifest.id, "in_place": False})
+    seen: list[str] = []
+
+    def at(name: str, nth: int) -> None:
+        if (name, nth) == ("vllm.load.inside", 20):
+            seen.append(replica.state.mixed)
+            if first == "the agent goes":
+                replica.agent_gone()
+
+    failpoints.set_hook(at)
+    try:
+        replica.apply("u")
+    finally:
+        failpoints.set_hook(None)
+    if first == "the load ends":
+        replica.agent_gone()
+    assert seen == ["update u is being applied"]
+    assert replica.state.mixed == "update u was loaded and never confirmed: its agent is gone"
+    assert replica.state.held.version == 0

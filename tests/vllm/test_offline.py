@@ -15,6 +15,7 @@ from weightplane.trainer_agent import Publisher, SafetensorsSource, StateDictSou
 
 from .fleet import tensors_of
 from .models import ENVIRONMENT, PROMPTS, TOKENS, dtype_of
+from .orders import ASLEEP, Orders
 
 Golden = dict[str, list[list[int]]]
 
@@ -116,6 +117,18 @@ def test_generate_on_another_thread_is_kept(program: Program, folders: dict[str,
     assert {r.state for r in receipt.replicas} == {"READY"}
     assert len(made[0][0]) == 480
     assert program.generate(PROMPTS) == golden[program.other]
+
+
+def test_it_sleeps_and_wakes_up_by_order(program: Program, folders: dict[str, Path], golden: Golden) -> None:
+    """At both levels; the weights are awake for the update, and what generates afterwards is the update's."""
+    program.publish(folders[program.first])
+    orders = Orders(program.plane.address, program.group)
+    for level, target in ((1, program.other), (2, program.first)):
+        assert orders.sleep(level).admin == ASLEEP and bool(program.engine.mixed()) == (level == 2)
+        orders.wake("weights")
+        assert {r.state for r in program.publish(folders[target]).replicas} == {"READY"}
+        assert orders.wake("kv_cache").routable
+        assert program.generate(PROMPTS) == golden[target]
 
 
 @pytest.mark.parametrize("mode", ["staged", "in_place"])

@@ -91,6 +91,12 @@ class Recorded(Driver):
     def is_sleeping(self, timeout: float) -> bool:
         return False
 
+    def sleep(self, level: int, timeout: float) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake(self, tags: Sequence[str], last: bool, timeout: float) -> None:
+        self.calls.append("wake")
+
     def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
         self.calls.append("update")
 
@@ -135,6 +141,43 @@ def test_a_pause_that_fails_is_told_to_who_waits() -> None:
         desk.pause("update", PauseMode.DEFAULT)
 
 
+def test_what_lets_vllm_run_is_refused_while_anybody_else_holds() -> None:
+    """vLLM generates as soon as the last of it is awake: an operator's pause would be gone."""
+    driver = Recorded()
+    desk = PauseDesk(driver, lambda _: None)
+    for holder in ("sleep", "operator"):
+        desk.pause(holder, PauseMode.KEEP)
+        assert desk.wait(holder, 5)
+    with pytest.raises(EngineError, match="operator paused it"):
+        desk.lift("sleep", lambda: driver.wake((), True, 1))
+    desk.resume("operator")
+    assert driver.calls == ["KEEP"] and desk.holders == {"sleep"}
+
+    def fails() -> None:
+        raise DriverError("no")
+
+    with pytest.raises(DriverError):
+        desk.lift("sleep", fails)
+    assert desk.in_force(), "whether it runs is not known: it counts as standing still"
+    desk.lift("sleep", lambda: driver.wake((), True, 1))
+    assert driver.calls == ["KEEP", "wake"] and not desk.holders
+
+
+def test_who_pauses_while_vllm_wakes_up_is_not_passed_over() -> None:
+    driver = Recorded()
+    desk = PauseDesk(driver, lambda _: None)
+    desk.pause("sleep", PauseMode.KEEP)
+    assert desk.wait("sleep", 5)
+
+    def wakes() -> None:
+        desk.pause("operator", PauseMode.KEEP)
+        driver.wake((), True, 1)
+
+    desk.lift("sleep", wakes)
+    assert desk.wait("operator", 5)
+    assert driver.calls[:2] == ["KEEP", "wake"] and set(driver.calls[2:]) == {"KEEP"} and desk.in_force()
+
+
 def test_an_engine_that_started_anew_is_paused_again() -> None:
     driver = Recorded()
     desk = PauseDesk(driver, lambda _: None)
@@ -173,7 +216,7 @@ class Pretend:
 
 
 def hello(token: str, protocol: int = wire.PROTOCOL) -> wire.Hello:
-    return wire.Hello(protocol, token, 0, 1, "life", 1, "cpu", "", "0", "m", "", wire.State())
+    return wire.Hello(protocol, token, 0, 1, "life", 1, "cpu", "", "0", "m", "", "", wire.State())
 
 
 def met(token: str) -> tuple[Listener, list[WorkerLink], list[WorkerLink]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.events import Report
-from weightplane.controlplane.core.model import Held
+from weightplane.controlplane.core.model import SLEEP_TAGS, Held
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus
@@ -193,7 +193,11 @@ class InferenceAgent:
         engine.bind(incarnation)
         self._life = engine.life
         self._state = core.ReplicaState(
-            self.replica_id, incarnation, len(engine.workers), paused=engine.holders() - {"dirty"}
+            self.replica_id,
+            incarnation,
+            len(engine.workers),
+            paused=engine.holders() - {"dirty", "sleep"},
+            asleep=tuple(t for t in SLEEP_TAGS if t in engine.asleep()),
         )
         calls = AgentCalls(self.dial, self._channel, self.group, self.replica_id)
         self._ops = Operations(
@@ -217,7 +221,7 @@ class InferenceAgent:
             self._events.put,
             lambda why: self._events.put(_Superseded(why)),
         )
-        self._handle(core.EngineHeld(engine.held(), bool(engine.mixed())))
+        self._handle(core.EngineHeld(engine.held(), bool(engine.mixed()), engine.mixed()))
         if self._beats:
             self._helper = HeartbeatHelper(self.dial, self.group, self.replica_id, incarnation)
             self._helper.start()

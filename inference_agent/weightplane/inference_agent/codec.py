@@ -16,6 +16,7 @@ from weightplane.controlplane.core.model import (
     Mode,
     Offer,
     PauseMode,
+    SleepOrder,
     Stage,
     Verify,
 )
@@ -110,7 +111,11 @@ def report_message(r: Report, desired_revision: int) -> agent_pb2.ReplicaReport:
         updates_since_start=r.updates_since_start,
         leaving=r.leaving,
         running_requests=r.running_requests,
+        asleep=r.asleep,
+        sleep_order=r.sleep_order,
     )
+    if r.sleep_failure is not None:
+        m.sleep_failure.CopyFrom(failure_message(r.sleep_failure))
     if r.dirty_reason is not None:
         m.dirty_reason.CopyFrom(failure_message(r.dirty_reason))
     if r.failure is not None:
@@ -157,6 +162,7 @@ def desired(m: agent_pb2.DesiredReplica) -> DesiredReplica:
         update=_update(m.update) if m.HasField("update") else None,
         resolutions=tuple((r.update_id, _decision(r.decision)) for r in m.resolutions),
         pauses=tuple((h, mode) for h in m.pause_holders),
+        sleep=SleepOrder(m.sleep.order, m.sleep.level, tuple(m.sleep.asleep)) if m.HasField("sleep") else None,
     )
 
 

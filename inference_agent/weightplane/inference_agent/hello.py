@@ -74,6 +74,8 @@ def hello_message(
         engine=engine.name[:256],
         evidence=codec.number(engine.evidence),
         serving_address=serving_address,
+        sleep_levels=engine.sleep_levels,
+        sleep_refusal=engine.sleep_refusal[:_MAX_REASON],
     )
     for index, device in enumerate(engine.workers):
         member = f"{replica_id}/{index}"

@@ -16,7 +16,7 @@ from typing import Any
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Evidence, Timings, Verify
+from weightplane.controlplane.core.model import SLEEP_TAGS, Evidence, SleepOrder, Timings, Verify
 from weightplane.controlplane.core.plan import Plan
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.transports.base import PeerLost, Transport
@@ -92,6 +92,9 @@ class Operations:
             self._pauses.pause(effect.holder, effect.mode)
         elif isinstance(effect, core.Resume):
             self._pauses.resume(effect.holder)
+        elif isinstance(effect, core.Sleep):
+            order = effect.order
+            self._work.submit(lambda: self._sleep(order))
         elif t is None:
             raise AssertionError(f"{effect} without a transfer")
         elif isinstance(effect, core.Arm):
@@ -207,6 +210,23 @@ class Operations:
                 log.exception("update %s: the engine could not drop it", t.update_id, extra=t.extra)
             self._forget(t)
         self._emit(core.Failed(t.update_id, failure, dirty=applying))
+
+    def _sleep(self, o: SleepOrder) -> None:
+        """An order to sleep or to wake, whichever brings the engine to what it asks for."""
+        engine, failure, lost = self._engine, None, None
+        try:
+            now = engine.asleep()
+            if set(o.asleep) - now:
+                engine.sleep(o.level)
+            elif tags := frozenset(now - set(o.asleep)):
+                engine.wake(tags)
+        except BaseException as e:
+            log.error("replica %s: order %d to sleep (%s): %s", self._replica_id, o.order, o.asleep, e, exc_info=e)
+            failure = failure_of(e, self._replica_id, "falling asleep" if o.asleep else "waking up")
+        if mixed := engine.mixed():
+            lost = Failure(Reason.ENGINE, mixed, self._replica_id)
+        asleep = tuple(t for t in SLEEP_TAGS if t in engine.asleep())
+        self._emit(core.SleepDone(o.order, asleep, engine.held(), failure, lost))
 
     def _forget(self, t: Transfer) -> None:
         if self._transfer is t:

@@ -312,6 +312,8 @@ class ReplicaHello(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     SERVING_ADDRESS_FIELD_NUMBER: _builtins.int
+    SLEEP_LEVELS_FIELD_NUMBER: _builtins.int
+    SLEEP_REFUSAL_FIELD_NUMBER: _builtins.int
     staging_refusal: _builtins.str
     """Why STAGED is not among them; empty if it is."""
     engine: _builtins.str
@@ -320,6 +322,8 @@ class ReplicaHello(_message.Message):
     """The best evidence that its receipts can carry."""
     serving_address: _builtins.str
     """Where routers reach it (host:port); empty = not told."""
+    sleep_refusal: _builtins.str
+    """Why it cannot sleep; empty if it can."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels for selectors, at most 32 pairs."""
@@ -340,6 +344,10 @@ class ReplicaHello(_message.Message):
     def cache_policies(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.CachePolicy.ValueType]:
         """Cache policies that the engine has."""
 
+    @_builtins.property
+    def sleep_levels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Levels at which the engine can sleep: 1 keeps weights on the host, 2 drops them; none = it cannot."""
+
     def __init__(
         self,
         *,
@@ -352,10 +360,12 @@ class ReplicaHello(_message.Message):
         engine: _builtins.str = ...,
         evidence: _common_pb2.Evidence.ValueType = ...,
         serving_address: _builtins.str = ...,
+        sleep_levels: _abc.Iterable[_builtins.int] | None = ...,
+        sleep_refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_policies", b"cache_policies", "engine", b"engine", "evidence", b"evidence", "labels", b"labels", "modes", b"modes", "pause_modes", b"pause_modes", "serving_address", b"serving_address", "staging_refusal", b"staging_refusal", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_policies", b"cache_policies", "engine", b"engine", "evidence", b"evidence", "labels", b"labels", "modes", b"modes", "pause_modes", b"pause_modes", "serving_address", b"serving_address", "sleep_levels", b"sleep_levels", "sleep_refusal", b"sleep_refusal", "staging_refusal", b"staging_refusal", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -566,6 +576,9 @@ class ReplicaReport(_message.Message):
     UPDATES_SINCE_START_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
+    SLEEP_ORDER_FIELD_NUMBER: _builtins.int
+    SLEEP_FAILURE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Rises within the incarnation."""
     desired_revision: _builtins.int
@@ -586,6 +599,8 @@ class ReplicaReport(_message.Message):
     """True if it asked to leave (SIGTERM)."""
     running_requests: _builtins.int
     """Requests running now."""
+    sleep_order: _builtins.int
+    """The last order to sleep or to wake that it carried out or gave up; 0 = none in this life."""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.HeldVersion]:
         """What each worker holds, by index, read from the workers themselves."""
@@ -606,6 +621,14 @@ class ReplicaReport(_message.Message):
     def pause_holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Who holds generation paused: "operator", "trainer", "update", "dirty", "sleep"."""
 
+    @_builtins.property
+    def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What of its memory is released now: "weights", "kv_cache"."""
+
+    @_builtins.property
+    def sleep_failure(self) -> _common_pb2.Failure:
+        """Why it gave that order up; unset if it did not."""
+
     def __init__(
         self,
         *,
@@ -624,10 +647,13 @@ class ReplicaReport(_message.Message):
         updates_since_start: _builtins.int = ...,
         leaving: _builtins.bool = ...,
         running_requests: _builtins.int = ...,
+        asleep: _abc.Iterable[_builtins.str] | None = ...,
+        sleep_order: _builtins.int = ...,
+        sleep_failure: _common_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dirty_reason", b"dirty_reason", "failure", b"failure", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dirty_reason", b"dirty_reason", "failure", b"failure", "sleep_failure", b"sleep_failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed_seq", b"armed_seq", "bytes_received", b"bytes_received", "desired_revision", b"desired_revision", "dirty", b"dirty", "dirty_reason", b"dirty_reason", "failure", b"failure", "held", b"held", "leaving", b"leaving", "pause_holders", b"pause_holders", "running_requests", b"running_requests", "sequence", b"sequence", "stage", b"stage", "timings", b"timings", "update_id", b"update_id", "updates_since_start", b"updates_since_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed_seq", b"armed_seq", "asleep", b"asleep", "bytes_received", b"bytes_received", "desired_revision", b"desired_revision", "dirty", b"dirty", "dirty_reason", b"dirty_reason", "failure", b"failure", "held", b"held", "leaving", b"leaving", "pause_holders", b"pause_holders", "running_requests", b"running_requests", "sequence", b"sequence", "sleep_failure", b"sleep_failure", "sleep_order", b"sleep_order", "stage", b"stage", "timings", b"timings", "update_id", b"update_id", "updates_since_start", b"updates_since_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -848,6 +874,38 @@ class Resolution(_message.Message):
 Global___Resolution: _TypeAlias = Resolution  # noqa: Y015
 
 @_typing.final
+class SleepOrder(_message.Message):
+    """An order to sleep or to wake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
+    order: _builtins.int
+    """Number of the order; rises. Each is carried out once, between updates."""
+    level: _builtins.int
+    """1 keeps weights on the host, 2 drops them. Matters to a replica that is awake."""
+    @_builtins.property
+    def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is to be released afterwards: "weights", "kv_cache"; none = it is to be awake."""
+
+    def __init__(
+        self,
+        *,
+        order: _builtins.int = ...,
+        level: _builtins.int = ...,
+        asleep: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "level", b"level", "order", b"order"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepOrder: _TypeAlias = SleepOrder  # noqa: Y015
+
+@_typing.final
 class DesiredReplica(_message.Message):
     """What a replica should be and do."""
 
@@ -862,6 +920,7 @@ class DesiredReplica(_message.Message):
     RESOLUTIONS_FIELD_NUMBER: _builtins.int
     PAUSE_HOLDERS_FIELD_NUMBER: _builtins.int
     PAUSE_MODE_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Rises within the session."""
     epoch: _builtins.int
@@ -888,6 +947,10 @@ class DesiredReplica(_message.Message):
     def pause_holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Generation is paused by these: "operator", "trainer"."""
 
+    @_builtins.property
+    def sleep(self) -> Global___SleepOrder:
+        """The last order to sleep or to wake; unset = none."""
+
     def __init__(
         self,
         *,
@@ -900,10 +963,11 @@ class DesiredReplica(_message.Message):
         resolutions: _abc.Iterable[Global___Resolution] | None = ...,
         pause_holders: _abc.Iterable[_builtins.str] | None = ...,
         pause_mode: _common_pb2.PauseMode.ValueType = ...,
+        sleep: Global___SleepOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

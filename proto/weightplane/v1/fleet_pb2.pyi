@@ -216,6 +216,7 @@ class ReplicaInfo(_message.Message):
     FAILURES_IN_A_ROW_FIELD_NUMBER: _builtins.int
     MAY_NOT_JOIN_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its id."""
     incarnation: _builtins.str
@@ -268,6 +269,10 @@ class ReplicaInfo(_message.Message):
         asked for; none before the trainer has bound to this life of it.
         """
 
+    @_builtins.property
+    def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What of its memory is released: "weights", "kv_cache"; none = it is awake."""
+
     def __init__(
         self,
         *,
@@ -291,10 +296,11 @@ class ReplicaInfo(_message.Message):
         failures_in_a_row: _builtins.int = ...,
         may_not_join: _builtins.str = ...,
         transports: _abc.Iterable[_weight_transfer_pb2.TransportChoice] | None = ...,
+        asleep: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "routable", b"routable", "serving_address", b"serving_address", "transports", b"transports", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "asleep", b"asleep", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "routable", b"routable", "serving_address", b"serving_address", "transports", b"transports", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -669,7 +675,7 @@ class SleepReplicaRequest(_message.Message):
     replica_id: _builtins.str
     """The replica."""
     level: _builtins.int
-    """1 keeps weights on the host; 2 drops them."""
+    """1 (default) keeps weights on the host; 2 drops them: only a full update makes the replica ready again."""
     def __init__(
         self,
         *,
@@ -728,7 +734,7 @@ class WakeReplicaRequest(_message.Message):
     """The replica."""
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What to bring back: "weights", "kv_cache"; none = all."""
+        """What to bring back: "weights", "kv_cache"; none = all. The weights come first, or with the rest."""
 
     def __init__(
         self,

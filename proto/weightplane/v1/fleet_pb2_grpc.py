@@ -150,14 +150,17 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SleepReplica(self, request, context):
-        """Frees a replica's device memory. Not built yet: UNIMPLEMENTED.
+        """Frees a replica's device memory; returns once it is free. Meanwhile the replica joins no update. At level 1
+        requests in flight go on once it is awake; at level 2, which drops their weights, they end with what they made. A
+        repeat is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeReplica(self, request, context):
-        """Wakes a sleeping replica. Not built yet: UNIMPLEMENTED.
+        """Wakes a sleeping replica, in one call or in two: "weights", then (after an update, say) "kv_cache". Generation goes on
+        once all is awake. An order that would serve weights which a sleep dropped is refused. A repeat is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,9 +42,14 @@ class FleetServiceStub:
     ResumeGeneration: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ResumeGenerationRequest, _fleet_pb2.ResumeGenerationResponse]
     """Removes this holder's pause. Others' pauses stay. A repeat is no error."""
     SleepReplica: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SleepReplicaRequest, _fleet_pb2.SleepReplicaResponse]
-    """Frees a replica's device memory. Not built yet: UNIMPLEMENTED."""
+    """Frees a replica's device memory; returns once it is free. Meanwhile the replica joins no update. At level 1
+    requests in flight go on once it is awake; at level 2, which drops their weights, they end with what they made. A
+    repeat is no error.
+    """
     WakeReplica: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.WakeReplicaRequest, _fleet_pb2.WakeReplicaResponse]
-    """Wakes a sleeping replica. Not built yet: UNIMPLEMENTED."""
+    """Wakes a sleeping replica, in one call or in two: "weights", then (after an update, say) "kv_cache". Generation goes on
+    once all is awake. An order that would serve weights which a sleep dropped is refused. A repeat is no error.
+    """
     ListGroups: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListGroupsRequest, _fleet_pb2.ListGroupsResponse]
     """Every group."""
     GetGroup: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetGroupRequest, _fleet_pb2.GetGroupResponse]
@@ -80,9 +85,14 @@ class FleetServiceAsyncStub(FleetServiceStub):
     ResumeGeneration: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ResumeGenerationRequest, _fleet_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
     """Removes this holder's pause. Others' pauses stay. A repeat is no error."""
     SleepReplica: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SleepReplicaRequest, _fleet_pb2.SleepReplicaResponse]  # type: ignore[assignment]
-    """Frees a replica's device memory. Not built yet: UNIMPLEMENTED."""
+    """Frees a replica's device memory; returns once it is free. Meanwhile the replica joins no update. At level 1
+    requests in flight go on once it is awake; at level 2, which drops their weights, they end with what they made. A
+    repeat is no error.
+    """
     WakeReplica: _aio.UnaryUnaryMultiCallable[_fleet_pb2.WakeReplicaRequest, _fleet_pb2.WakeReplicaResponse]  # type: ignore[assignment]
-    """Wakes a sleeping replica. Not built yet: UNIMPLEMENTED."""
+    """Wakes a sleeping replica, in one call or in two: "weights", then (after an update, say) "kv_cache". Generation goes on
+    once all is awake. An order that would serve weights which a sleep dropped is refused. A repeat is no error.
+    """
     ListGroups: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListGroupsRequest, _fleet_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Every group."""
     GetGroup: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetGroupRequest, _fleet_pb2.GetGroupResponse]  # type: ignore[assignment]
@@ -145,7 +155,10 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.SleepReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.SleepReplicaResponse, _abc.Awaitable[_fleet_pb2.SleepReplicaResponse]]:
-        """Frees a replica's device memory. Not built yet: UNIMPLEMENTED."""
+        """Frees a replica's device memory; returns once it is free. Meanwhile the replica joins no update. At level 1
+        requests in flight go on once it is awake; at level 2, which drops their weights, they end with what they made. A
+        repeat is no error.
+        """
 
     @_abc_1.abstractmethod
     def WakeReplica(
@@ -153,7 +166,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.WakeReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.WakeReplicaResponse, _abc.Awaitable[_fleet_pb2.WakeReplicaResponse]]:
-        """Wakes a sleeping replica. Not built yet: UNIMPLEMENTED."""
+        """Wakes a sleeping replica, in one call or in two: "weights", then (after an update, say) "kv_cache". Generation goes on
+        once all is awake. An order that would serve weights which a sleep dropped is refused. A repeat is no error.
+        """
 
     @_abc_1.abstractmethod
     def ListGroups(

@@ -14,6 +14,7 @@ from .model import (
     PauseMode,
     Phase,
     Replica,
+    SleepOrder,
     Update,
     Verify,
 )
@@ -84,6 +85,7 @@ class DesiredReplica:
     update: DesiredUpdate | None
     resolutions: tuple[tuple[str, str], ...]
     pauses: tuple[tuple[str, PauseMode], ...]
+    sleep: SleepOrder | None = None
 
 
 def resolve(state: GroupState, update_id: str, replica_id: str) -> str:
@@ -119,7 +121,15 @@ def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredRe
     update = _desired_update(state, r, u, now) if u is not None else None
     pauses = tuple(sorted(r.pauses_wanted.items()))
     return DesiredReplica(
-        r.replica_id, r.incarnation, state.epoch, state.cluster_id, state.committed, update, resolutions, pauses
+        r.replica_id,
+        r.incarnation,
+        state.epoch,
+        state.cluster_id,
+        state.committed,
+        update,
+        resolutions,
+        pauses,
+        r.sleep,
     )
 
 

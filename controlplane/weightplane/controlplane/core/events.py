@@ -90,6 +90,9 @@ class Report:
     updates_since_start: int = 0
     leaving: bool = False
     running_requests: int = 0
+    asleep: tuple[str, ...] = ()
+    sleep_order: int = 0
+    sleep_failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +267,26 @@ class SetAdmin:
     admin: Admin
 
 
+@dataclass(frozen=True, slots=True)
+class SetSleep:
+    """Puts a replica to sleep at ``level``."""
+
+    call_id: str
+    deadline: float
+    replica_id: str
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetAwake:
+    """Wakes ``tags`` of a replica; none = all that sleeps."""
+
+    call_id: str
+    deadline: float
+    replica_id: str
+    tags: tuple[str, ...]
+
+
 # --- events: the server itself --------------------------------------------------------------------------------------
 
 
@@ -331,6 +354,8 @@ Event = (
     | SetPolicy
     | SetPause
     | SetAdmin
+    | SetSleep
+    | SetAwake
     | CallGone
     | PlanMade
     | Verified

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import ending, members, operators, progress, trainers, updates
+from . import ending, members, operators, progress, sleeping, trainers, updates
 from .events import (
     AbortUpdate,
     Beat,
@@ -28,8 +28,10 @@ from .events import (
     ReplicaHello,
     Report,
     SetAdmin,
+    SetAwake,
     SetPause,
     SetPolicy,
+    SetSleep,
     StartUpdate,
     Stored,
     Tick,
@@ -177,6 +179,8 @@ _HANDLERS: dict[type[Any], Callable[[Tx, Any], None]] = {
     SetPolicy: operators.set_policy,
     SetPause: operators.set_pause,
     SetAdmin: operators.set_admin,
+    SetSleep: sleeping.set_sleep,
+    SetAwake: sleeping.set_awake,
     Stored: _stored,
     CallGone: _call_gone,
     Tick: _tick,

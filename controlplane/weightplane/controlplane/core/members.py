@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import progress
+from . import progress, sleeping
 from .events import Beat, EndSession, Leave, ReplicaHello, Report, WorkerPlacement
 from .evolve import replace
 from .model import (
@@ -130,6 +130,8 @@ def hello(tx: Tx, e: ReplicaHello) -> None:
             cache_policies=said.cache_policies,
             engine=said.engine,
             evidence=said.evidence,
+            sleep_levels=said.sleep_levels,
+            sleep_refusal=said.sleep_refusal,
             labels=said.labels,
             serving_address=said.serving_address,
             staging_refusal=said.staging_refusal,
@@ -257,7 +259,7 @@ def report(tx: Tx, e: Report) -> None:
             tx.push([r.replica_id])  # only so does it learn our epoch, and reports under it
         tx.quietly(f"report of {e.replica_id} under epoch {e.epoch}, we are {s.epoch}")
         return
-    was = (r.weights, r.held, r.admin, r.pause_holders)
+    was = (r.weights, r.held, r.admin, r.pause_holders, r.asleep)
     helds = set(e.held) or {NONE_HELD}
     mixed = e.dirty or len(helds) > 1
     held = next(iter(helds)) if len(helds) == 1 else NONE_HELD
@@ -295,6 +297,7 @@ def report(tx: Tx, e: Report) -> None:
         failure=failure,
         admin=Admin.LEAVING if e.leaving else r.admin,
     )
+    r = sleeping.reported(tx, r, e)
     past = s.history.get(r.asked)
     if past is not None and past.phase is Phase.COMMITTED and _owes(past, r):
         r = replace(r, pending=r.asked)  # we restarted between the decision and its confirmation
@@ -302,7 +305,7 @@ def report(tx: Tx, e: Report) -> None:
     tx.put_replica(r)
     if doubt or first:
         tx.push([r.replica_id])
-    if (r.weights, r.held, r.admin, r.pause_holders) != was:
+    if (r.weights, r.held, r.admin, r.pause_holders, r.asleep) != was:
         tx.push_trainers()
         tx.say(f"replica {r.replica_id} is {r.weights}, holds version {held.version}")
     else:

@@ -207,6 +207,22 @@ class Offer:
     collective: bool = False
 
 
+#: What a sleep releases, in the order in which it comes back.
+SLEEP_TAGS = ("weights", "kv_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class SleepOrder:
+    """An order to sleep (``level`` 1 keeps weights on the host, 2 drops them) or to wake.
+
+    ``asleep``: what of ``SLEEP_TAGS`` is to be released afterwards.
+    """
+
+    order: int
+    level: int
+    asleep: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """One worker process of a replica."""
@@ -232,7 +248,8 @@ class Timings:
 class Replica:
     """One replica as known: who it is, its three states, and what it last reported. ``resumed``: pause holders that let
     go before its first report to us, which must not bring their pauses back. ``draining``: an aborted update that
-    it did not drain in time; until it has, it joins no other."""
+    it did not drain in time; until it has, it joins no other. ``sleep``: the last order of this life; ``asleep``:
+    what it says is released, ``sleep_done`` the order up to which it obeyed."""
 
     replica_id: str
     incarnation: str = ""
@@ -268,6 +285,11 @@ class Replica:
     running_requests: int = 0
     failure: Failure | None = None
     failures_in_a_row: int = 0
+    sleep_levels: tuple[int, ...] = ()
+    sleep_refusal: str = ""
+    sleep: SleepOrder | None = None
+    asleep: tuple[str, ...] = ()
+    sleep_done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +381,8 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """A caller that waits for an answer. ``what``: start, update, finish, abort, init, pause, resume."""
+    """A caller that waits for an answer. ``what``: start, update, finish, abort, init, pause, resume,
+    sleep."""
 
     call_id: str
     what: str

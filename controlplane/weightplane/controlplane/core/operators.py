@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import progress, trainers
+from . import progress, sleeping, trainers
 from .events import SetAdmin, SetPause, SetPolicy
 from .evolve import replace
 from .model import Admin, Liveness, Phase, Replica, Waiter, Weights
@@ -51,9 +51,13 @@ def set_pause(tx: Tx, e: SetPause) -> None:
 
 
 def settle_pauses(tx: Tx) -> None:
-    """Answer the pauses and resumes that are in force everywhere, or whose time is over."""
+    """Answer the pauses, resumes and orders to sleep that are in force everywhere, or whose time is over."""
     left: list[Waiter] = []
     for w in tx.state.waiters:
+        if w.what == "sleep":
+            if sleeping.awaited(tx, w):
+                left.append(w)
+            continue
         holder, *ids = w.extra
         late = [rid for rid in ids if not _in_force(tx.state.replicas.get(rid), holder, w.what == "pause")]
         if not late:
@@ -84,6 +88,8 @@ def set_admin(tx: Tx, e: SetAdmin) -> None:
         failure = Failure(
             Reason.WRONG_PHASE, f"replica {r.replica_id} is {r.weights}: only a READY one can be pinned", r.replica_id
         )
+    elif r.admin is Admin.ASLEEP and e.admin is not Admin.ASLEEP:  # once ACTIVE it would be updated in released memory
+        failure = Failure(Reason.WRONG_PHASE, f"replica {r.replica_id} is ASLEEP: wake it up first", r.replica_id)
     if failure is not None or r is None:
         tx.reply(e.call_id, failure)
         tx.say(f"{e.admin} refused: {failure}")

@@ -299,11 +299,7 @@ def tick(tx: Tx) -> None:
         return
     ready = [p for p in u.active() if p.voted and p.verified]
     over = finished(tx, u)
-    if (
-        over
-        and u.options.at_least
-        and len(ready) >= max(u.options.at_least, tx.state.policy.min_replicas)
-    ):
+    if over and u.options.at_least and len(ready) >= max(u.options.at_least, tx.state.policy.min_replicas):
         for p in u.active():
             if p not in ready:
                 failure = Failure(

@@ -1,8 +1,8 @@
 """The replica's side of an update: ``step(state, event, now) -> (state, effects, reason)``, pure as the coordinator's.
 
-The agent around it executes effects (check, arm, prepare, apply, drop, pause, resume) and reports each one's end as an
-event. At most one of check, arm, prepare, apply runs at a time; ``Drop`` may be asked at any time, also while one of
-them is blocked, and its end (``Drained``) means that nothing of the update can touch memory any more.
+The agent around it executes effects (check, arm, prepare, apply, drop, pause, resume, sleep) and reports each one's end
+as an event. At most one of check, arm, prepare, apply, sleep runs at a time; ``Drop`` may be asked at any time, also
+while one of them is blocked, and its end (``Drained``) means that nothing of the update can touch memory any more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from .desired import DesiredReplica, DesiredUpdate
 from .events import Report
-from .model import NONE_HELD, Held, Mode, PauseMode, Stage, Timings
+from .model import NONE_HELD, Held, Mode, PauseMode, SleepOrder, Stage, Timings
 from .reasons import Failure, Reason
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
     "ReplicaState",
     "Resume",
     "SendReport",
+    "Sleep",
+    "SleepDone",
     "Taking",
     "Tick",
     "fenced",
@@ -127,10 +129,25 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class EngineHeld:
-    """What the workers hold, read from them: at start, after an engine restart, after a reconnect."""
+    """What the workers hold, read from them: at start, after an engine restart, after a reconnect. ``why`` dirty."""
 
     held: tuple[Held, ...]
     dirty: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SleepDone:
+    """An order to sleep or to wake was carried out, or given up for ``failure``. ``asleep``: what is released now.
+
+    ``lost``: why live memory no longer holds what it did (its weights were dropped).
+    """
+
+    order: int
+    asleep: tuple[str, ...]
+    held: tuple[Held, ...]
+    failure: Failure | None = None
+    lost: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +216,13 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """Carry out an order to sleep or to wake: no update is being taken meanwhile. Ends as SleepDone."""
+
+    order: SleepOrder
+
+
+@dataclass(frozen=True, slots=True)
 class SendReport:
     """Tell the coordinator (``report_of``)."""
 
@@ -243,6 +267,7 @@ class ReplicaState:
 
     ``paused``: holders in force; ``pausing`` and ``resuming``: asked of the engine and not confirmed. ``newest`` is the
     last desired state, of ``newest_at``: what it asks for is taken up once the update before it is over.
+    ``asleep``: what the engine has released; ``sleep_begun`` and ``sleep_done`` number the last orders about it.
     """
 
     replica_id: str
@@ -263,9 +288,13 @@ class ReplicaState:
     leaving: bool = False
     newest: DesiredReplica | None = None
     newest_at: float = 0.0
+    asleep: tuple[str, ...] = ()
+    sleep_begun: int = 0
+    sleep_done: int = 0
+    sleep_failure: Failure | None = None
 
 
-Effect = Check | Arm | Prepare | Apply | Drop | Pause | Resume | SendReport
+Effect = Check | Arm | Prepare | Apply | Drop | Pause | Resume | Sleep | SendReport
 
 
 class _Tx:
@@ -298,18 +327,20 @@ def step(state: ReplicaState, event: Any, now: float) -> tuple[ReplicaState, lis
     if t is not None and type(event) in _ENDS and t.busy != _ENDS[type(event)]:
         return state, [], f"{type(event).__name__}, and no {_ENDS[type(event)]} is under way"
     _HANDLERS[type(event)](tx, event)
+    _obey_sleep(tx)
     return tx.state, tx.effects, tx.reason
 
 
 def fenced(state: ReplicaState) -> bool:
     """Whether generation must stand still."""
-    return bool(state.paused or state.pausing or state.dirty)
+    return bool(state.paused or state.pausing or state.dirty or state.asleep)
 
 
 def report_of(state: ReplicaState, bytes_received: int = 0, running_requests: int = 0) -> Report:
     """The report that describes ``state``."""
     t = state.taking
     holders = state.paused | state.resuming | ({"dirty"} if state.dirty else set())
+    holders |= {"sleep"} if state.asleep else set()
     return Report(
         replica_id=state.replica_id,
         incarnation=state.incarnation,
@@ -328,6 +359,9 @@ def report_of(state: ReplicaState, bytes_received: int = 0, running_requests: in
         updates_since_start=state.updates_since_start,
         leaving=state.leaving,
         running_requests=running_requests,
+        asleep=state.asleep,
+        sleep_order=state.sleep_done,
+        sleep_failure=state.sleep_failure,
     )
 
 
@@ -342,6 +376,8 @@ def _desired(tx: _Tx, e: Desired) -> None:
     if d.cluster_id == s.cluster_id and d.epoch < s.epoch:
         tx.reason = f"epoch {d.epoch} is over, we know {s.epoch}"
         return
+    if s.cluster_id not in ("", d.cluster_id):
+        tx.set(sleep_begun=0, sleep_done=0, sleep_failure=None)  # orders are numbered by the store's life
     if (d.cluster_id, d.epoch) != (s.cluster_id, s.epoch):
         tx.set(cluster_id=d.cluster_id, epoch=d.epoch)
         tx.report(f"epoch {d.epoch} of cluster {d.cluster_id}")
@@ -402,6 +438,17 @@ def _take(tx: _Tx, want: DesiredUpdate, since: float) -> None:
         _commit(tx)
     else:
         _advance(tx)
+
+
+def _obey_sleep(tx: _Tx) -> None:
+    """Begin the newest order to sleep or to wake, once no update is being taken. Each is carried out once."""
+    s, t = tx.state, tx.state.taking
+    order = s.newest.sleep if s.newest is not None else None
+    if order is None or order.order <= s.sleep_begun or s.sleep_begun > s.sleep_done or (t is not None and not t.over):
+        return
+    tx.set(sleep_begun=order.order)
+    tx.effects.append(Sleep(order))
+    tx.reason = f"obeying order {order.order}: asleep {order.asleep}"
 
 
 def _commit(tx: _Tx) -> None:
@@ -632,8 +679,18 @@ def _engine_held(tx: _Tx, e: EngineHeld) -> None:
     writing = t is not None and not t.over and t.want.mode is Mode.IN_PLACE and "update" in tx.state.paused
     tx.set(held=e.held)
     if e.dirty and not writing:  # in place a mix is what we are making, behind a fence
-        _soil(tx, Failure(Reason.ENGINE, "the engine says that its weights may be mixed", tx.state.replica_id))
+        why = f": {e.why}" if e.why else ""
+        _soil(tx, Failure(Reason.ENGINE, f"the engine says that its weights may be mixed{why}", tx.state.replica_id))
     tx.report("held versions read from the workers")
+
+
+def _sleep_done(tx: _Tx, e: SleepDone) -> None:
+    tx.set(asleep=e.asleep, held=e.held)
+    if e.order == tx.state.sleep_begun:  # else another cluster's, whose numbers mean nothing any more
+        tx.set(sleep_done=e.order, sleep_failure=e.failure)
+    if e.lost is not None:
+        _soil(tx, e.lost)
+    tx.report(f"order {e.order} to sleep: {e.failure or 'done'}; asleep {e.asleep}")
 
 
 def _tick(tx: _Tx, e: Tick) -> None:
@@ -660,5 +717,6 @@ _HANDLERS: dict[type[Any], Callable[[_Tx, Any], None]] = {
     Paused: _paused,
     Resumed: _resumed,
     EngineHeld: _engine_held,
+    SleepDone: _sleep_done,
     Tick: _tick,
 }

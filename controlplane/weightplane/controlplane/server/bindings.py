@@ -109,6 +109,9 @@ class Desired:
             pause_holders=[holder for holder, _ in d.pauses],
             pause_mode=PAUSE.proto(pause),
         )
+        if d.sleep is not None:
+            order = agent_pb2.SleepOrder(order=d.sleep.order, level=d.sleep.level, asleep=d.sleep.asleep)
+            message.sleep.CopyFrom(order)
         if d.update is not None:
             self._update(message.update, d.update, state.replicas[replica_id])
         return message

@@ -11,6 +11,7 @@ from typing import Any
 from weightplane.controlplane.core import events
 from weightplane.controlplane.core.manifest import TensorMeta
 from weightplane.controlplane.core.model import (
+    SLEEP_TAGS,
     CachePolicy,
     Held,
     Mode,
@@ -37,6 +38,7 @@ __all__ = [
     "policy",
     "replica_hello",
     "report",
+    "sleep_tags",
     "start_update",
     "tensors",
 ]
@@ -80,6 +82,8 @@ def replica_hello(hello: agent_pb2.Hello, session: int) -> events.ReplicaHello:
         engine=fields.text("hello.replica.engine", said.engine, 256, empty=True),
         evidence=EVIDENCE.core("hello.replica.evidence", said.evidence),
         serving_address=fields.text("hello.replica.serving_address", said.serving_address, 256, empty=True),
+        sleep_levels=tuple(sorted({int(between("hello.replica.sleep_levels", n, 1, 2)) for n in said.sleep_levels})),
+        sleep_refusal=fields.text("hello.replica.sleep_refusal", said.sleep_refusal, 1024, empty=True, lines=True),
     )
     return events.ReplicaHello(session, replica)
 
@@ -137,6 +141,8 @@ def beat(hello: agent_pb2.Hello, message: agent_pb2.Heartbeat) -> events.Beat:
 
 def report(hello: agent_pb2.Hello, m: agent_pb2.ReplicaReport, epoch: int) -> events.Report:
     """A replica's report; the stream that it came by stands for the epoch."""
+    if m.HasField("sleep_failure") and not m.sleep_order:
+        invalid("report.sleep_order", "the order that sleep_failure is about", 0)
     return events.Report(
         replica_id=hello.agent_id,
         incarnation=hello.incarnation,
@@ -155,7 +161,18 @@ def report(hello: agent_pb2.Hello, m: agent_pb2.ReplicaReport, epoch: int) -> ev
         updates_since_start=m.updates_since_start,
         leaving=m.leaving,
         running_requests=m.running_requests,
+        asleep=sleep_tags("report.asleep", m.asleep),
+        sleep_order=between("report.sleep_order", m.sleep_order, 0, 1 << 62),
+        sleep_failure=failure("report.sleep_failure", m.sleep_failure) if m.HasField("sleep_failure") else None,
     )
+
+
+def sleep_tags(field: str, tags: Iterable[str]) -> tuple[str, ...]:
+    """What sleeps or wakes, each named once, in the core's order."""
+    said = set(tags)
+    if unknown := sorted(said - set(SLEEP_TAGS)):
+        invalid(field, " or ".join(SLEEP_TAGS), unknown[0])
+    return tuple(t for t in SLEEP_TAGS if t in said)
 
 
 def held(field: str, h: common_pb2.HeldVersion) -> Held:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from weightplane.controlplane.core.events import Event, SetAdmin, SetPause, SetPolicy
+from weightplane.controlplane.core.events import Event, SetAdmin, SetAwake, SetPause, SetPolicy, SetSleep
 from weightplane.controlplane.core.members import routable
 from weightplane.controlplane.core.model import Admin, PauseMode
 from weightplane.controlplane.core.reasons import Reason
@@ -18,7 +18,7 @@ from . import convert, feed, fields, fleet_view, project
 from .calls import CALLER, remaining_s
 from .coordinator import Coordinator
 from .enums import PAUSE
-from .fields import between, invalid, not_built, refuse
+from .fields import between, invalid, refuse
 from .runtime import Group
 from .security import Role
 
@@ -93,12 +93,30 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return answer
 
     async def SleepReplica(self, request: fl.SleepReplicaRequest, context: _Context) -> fl.SleepReplicaResponse:
-        """Not built."""
-        not_built("SleepReplica")
+        """Free a replica's device memory; answers once it is free."""
+        group, rid = self._group(request.group), fields.name("replica_id", request.replica_id)
+        earlier = group.answers.earlier("SleepReplica", request, fl.SleepReplicaResponse)
+        if earlier is not None:
+            return earlier
+        group.replica(rid)
+        level, deadline = int(between("level", request.level, 0, 2)) or 1, group.deadline(remaining_s(context) or 0.0)
+        await group.call(lambda call: SetSleep(call, deadline, rid, level))
+        answer = fl.SleepReplicaResponse(replica=fleet_view.replica_info(group.state, group.replica(rid)))
+        group.answers.keep("SleepReplica", request, answer)
+        return answer
 
     async def WakeReplica(self, request: fl.WakeReplicaRequest, context: _Context) -> fl.WakeReplicaResponse:
-        """Not built."""
-        not_built("WakeReplica")
+        """Wake a replica, or part of it; answers once that is awake."""
+        group, rid = self._group(request.group), fields.name("replica_id", request.replica_id)
+        earlier = group.answers.earlier("WakeReplica", request, fl.WakeReplicaResponse)
+        if earlier is not None:
+            return earlier
+        group.replica(rid)
+        tags, deadline = convert.sleep_tags("tags", request.tags), group.deadline(remaining_s(context) or 0.0)
+        await group.call(lambda call: SetAwake(call, deadline, rid, tags))
+        answer = fl.WakeReplicaResponse(replica=fleet_view.replica_info(group.state, group.replica(rid)))
+        group.answers.keep("WakeReplica", request, answer)
+        return answer
 
     async def ListGroups(self, request: fl.ListGroupsRequest, context: _Context) -> fl.ListGroupsResponse:
         """Every group."""

@@ -60,6 +60,7 @@ def replica_info(state: GroupState, r: Replica, reached: Iterable[Choice] = ()) 
         failures_in_a_row=r.failures_in_a_row,
         may_not_join=may_join(r, _LIVENESS_TELLS),
         transports=[choice(c) for c in reached],
+        asleep=r.asleep,
     )
     if r.failure is not None:
         info.failure.CopyFrom(failure_to_proto(r.failure, 512))

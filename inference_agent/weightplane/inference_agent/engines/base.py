@@ -245,6 +245,33 @@ class Engine(ABC):
         """Requests in flight."""
         return 0
 
+    # --- sleep: the engine's memory is another's for a while; "sleep" then holds generation paused
+
+    @property
+    def sleep_levels(self) -> tuple[int, ...]:
+        """Levels at which it can sleep: 1 keeps weights on the host, 2 drops them. Default: none."""
+        return ()
+
+    @property
+    def sleep_refusal(self) -> str:
+        """Why it cannot; empty if it can."""
+        return "" if self.sleep_levels else f"{self.name} has no sleep"
+
+    def asleep(self) -> frozenset[str]:
+        """What is released now: "weights", "kv_cache"."""
+        return frozenset()
+
+    def sleep(self, level: int) -> None:
+        """Stand still and release all. Level 1 keeps requests in flight; level 2 leaves it mixed: its weights are gone.
+
+        Raising says that it does not sleep, or that ``asleep`` says how far it came.
+        """
+        raise EngineError(self.sleep_refusal)
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Bring ``tags`` back; with the last one generation goes on. Refused where it would serve lost weights."""
+        raise EngineError(self.sleep_refusal)
+
     @abstractmethod
     def forward(self, request: Request | None = None) -> AbstractContextManager[VersionTag]:
         """One forward pass: reads one version from first byte to last, and says which. See ``PauseGate.forward``."""

@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from . import compat
 from .session import WorkerSession
+from .sleeping import sleep_refusal
 from .wire import PROTOCOL, Hello
 
 __all__ = ["InitInfo", "UpdateInfo", "WeightplaneTransferEngine"]
@@ -118,6 +119,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             vllm=str(vllm.__version__),
             model=str(self.model_config.model),
             staging_refusal=self.worker.staging_refusal() if self.model is not None else "",
+            sleep_refusal=sleep_refusal(self.vllm_config, self.device.type),
             state=self.worker.state,
         )
 

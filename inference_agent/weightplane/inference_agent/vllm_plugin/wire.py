@@ -36,7 +36,7 @@ __all__ = [
     "plan_json",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 _MOST = 1 << 30  # of one frame
 _HEAD = 4
@@ -103,12 +103,16 @@ class Link:
 
 @dataclass(frozen=True)
 class State:
-    """What a worker holds. ``mixed``: why its memory may hold a mix, else empty. ``paused_by``: as an agent noted."""
+    """What a worker holds. ``mixed``: why its memory may hold a mix, else empty.
+
+    As an agent noted it: who paused vLLM, and what of its memory is released.
+    """
 
     version: int = 0
     update_id: str = ""
     mixed: str = ""
     paused_by: tuple[str, ...] = ()
+    asleep: tuple[str, ...] = ()
 
     @property
     def held(self) -> Held:
@@ -122,14 +126,15 @@ class State:
     @classmethod
     def of(cls, m: Mapping[str, Any]) -> State:
         """Back."""
-        return cls(int(m["version"]), str(m["update_id"]), str(m["mixed"]), tuple(m["paused_by"]))
+        return cls(int(m["version"]), str(m["update_id"]), str(m["mixed"]), tuple(m["paused_by"]), tuple(m["asleep"]))
 
 
 @dataclass(frozen=True)
 class Hello:
     """A worker's first word. ``rank`` of ``world`` in its engine; ``life`` is fresh per process.
 
-    ``device``: "cpu" or "cuda", with the GPU's ``uuid``. ``staging_refusal``: why it cannot stage; empty if it can.
+    ``device``: "cpu" or "cuda", with the GPU's ``uuid``. ``staging_refusal``, ``sleep_refusal``: why it cannot stage
+    or sleep; empty if it can.
     """
 
     protocol: int
@@ -143,6 +148,7 @@ class Hello:
     vllm: str
     model: str
     staging_refusal: str
+    sleep_refusal: str
     state: State
 
     def json(self) -> dict[str, Any]:

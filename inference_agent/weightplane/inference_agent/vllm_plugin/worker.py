@@ -317,7 +317,7 @@ class WorkerReplica:
             self._forget(m["reason"])
             if u.stream is not None and not u.stream.wait_over(_LEAVE_S):
                 raise EngineError(f"vLLM's loaders did not leave update {u.update_id} within {_LEAVE_S} s")
-        if m["wrote"] and not self.state.mixed:
+        if m["wrote"]:
             self._spoil(m["reason"])
         return {}
 
@@ -330,6 +330,14 @@ class WorkerReplica:
 
     def _do_paused_by(self, m: dict[str, Any]) -> Any:
         self._tell(paused_by=m["holders"])
+        return {}
+
+    def _do_asleep(self, m: dict[str, Any]) -> Any:
+        """What of vLLM's memory is released from now on; ``lost``: why the weights go with it. Said before it is so:
+        who comes after us must never take weights that are gone for the version that they were."""
+        if m["lost"]:
+            self._spoil(m["lost"])
+        self._tell(asleep=m["asleep"])
         return {}
 
     def _open(self, update_id: str) -> _Update:
@@ -366,9 +374,14 @@ class WorkerReplica:
         if u is not None and u.stream is not None:
             u.stream.abort("the agent is gone")
             u.stream.wait_over(_LEAVE_S)
-        if u is not None and u.outcome is not None and not self.state.mixed:
-            self._spoil(f"update {u.update_id} was loaded and never confirmed: its agent is gone")
         self._update = None
+        if u is not None:
+            self._orphaned(u)
+
+    def _orphaned(self, u: _Update) -> None:
+        """Loaded, and nobody is left to confirm it: what it waited for does not come. Whoever sees it last says so."""
+        if u.outcome is not None and self._update is not u and self.state.held.update_id != u.update_id:
+            self._spoil(f"update {u.update_id} was loaded and never confirmed: its agent is gone")
 
     # --- vLLM's main thread
 
@@ -421,6 +434,7 @@ class WorkerReplica:
             if self._device.type == "cuda":  # what failed on the card shows here, and the time is all of it
                 torch.cuda.current_stream(self._device).synchronize()
             u.outcome = {"error": "", "tensors": [], "elements": written, "load_s": time.monotonic() - start}
+            self._orphaned(u)
         except Exception as e:
             names = list(getattr(e, "tensors", ()))
             u.outcome = {"error": f"{type(e).__name__}: {e}", "tensors": names}

@@ -14,7 +14,15 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Evidence, Held, Mode, PauseMode
+from weightplane.controlplane.core.model import (
+    NONE_HELD,
+    SLEEP_TAGS,
+    CachePolicy,
+    Evidence,
+    Held,
+    Mode,
+    PauseMode,
+)
 from weightplane.controlplane.core.placement import Piece, Placement, full_box
 from weightplane.inference_agent.threads import detached
 from weightplane.inference_agent.transfer import Worker
@@ -34,7 +42,7 @@ from ..base import (
     WorkerDevice,
 )
 from .attached import CALL_S, QUICK_S, Attached
-from .drivers import Driver
+from .drivers import Driver, DriverTimeout
 from .remote import open_worker
 
 __all__ = ["VllmEngine"]
@@ -200,6 +208,49 @@ class VllmEngine(Attached):
         """See ``Engine``."""
         return self._desk.holders
 
+    # --- sleep
+
+    def sleep(self, level: int) -> None:
+        """See ``Engine``. The workers are told first: whoever attaches to them later must know what they lack."""
+        if level not in self.sleep_levels:
+            raise EngineError(self.sleep_refusal or f"sleep level {level}: this engine has {list(self.sleep_levels)}")
+        if self._update is not None or self.asleep():
+            what = f"{', '.join(sorted(self.asleep()))} asleep" if self.asleep() else "an update open"
+            raise EngineError(f"vLLM cannot fall asleep with {what}")
+        self._desk.pause("sleep", PauseMode.KEEP, clear_cache=True)
+        if not self._desk.wait("sleep", CALL_S):
+            self._desk.resume("sleep")
+            raise EngineError(f"vLLM did not stand still within {CALL_S:.0f} s")
+        lost = "its weights were dropped by a sleep of level 2" if level == 2 else ""
+        self._each("asleep", CALL_S, asleep=SLEEP_TAGS, lost=lost)
+        if lost:
+            self._fence(lost)
+        try:
+            self._driver.sleep(level, self._apply_s)
+        except DriverTimeout:
+            raise  # it may sleep yet: it counts as asleep
+        except EngineError:
+            self._driver.wake(SLEEP_TAGS, False, CALL_S)
+            self._each("asleep", CALL_S, asleep=(), lost="")
+            self._desk.resume("sleep")
+            raise
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """See ``Engine``. vLLM lets generation run as it brings the last of it back: nobody else may hold it then."""
+        now = self.asleep()
+        woken, left = [t for t in SLEEP_TAGS if t in now & tags], [t for t in SLEEP_TAGS if t in now - tags]
+        if not woken:
+            return
+        if "weights" in left:
+            raise EngineError("the weights come first: they may need an update before anything is generated")
+        if left:
+            self._driver.wake(woken, False, self._apply_s)
+        elif mixed := self.mixed():
+            raise EngineError(f"awake it would serve weights that are lost: {mixed}. Publish first")
+        else:
+            self._desk.lift("sleep", lambda: self._driver.wake(woken, True, self._apply_s))
+        self._each("asleep", CALL_S, asleep=left, lost="")
+
     def forward(self, request: Request | None = None) -> AbstractContextManager[VersionTag]:
         """Not here: vLLM runs its own passes."""
         raise EngineError("vLLM generates in its own processes: ask its server")
@@ -231,6 +282,8 @@ class VllmEngine(Attached):
         self._update = update
 
     def _check_awake(self) -> None:
+        if "weights" in self.asleep():
+            raise EngineError("vLLM's weights are asleep: an update would be lost; wake them up first (WakeReplica)")
         # vLLM calls an engine asleep that merely stands still: one that we hold paused cannot be told apart
         if not self._desk.holders and self._driver.is_sleeping(QUICK_S):
             raise EngineError("vLLM is asleep: an update would be lost; wake it up first (POST /wake_up)")

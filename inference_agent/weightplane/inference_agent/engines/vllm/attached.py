@@ -71,6 +71,8 @@ class Attached(Engine):
             log.warning("%s", text)
         for refusal in sorted({h.staging_refusal for h in self._hellos() if h.staging_refusal}):
             log.warning("updates come in place only: %s", refusal)
+        if self.sleep_levels and all(h.device == "cpu" for h in self._hellos()):
+            log.info("asleep this vLLM would stand still and keep its memory: on CPU vLLM releases none")
 
     def _attach(self) -> None:
         """Make every worker dial us. Raises ``EngineError`` if not all of them do."""
@@ -104,7 +106,11 @@ class Attached(Engine):
         self._mixed = ""
         if mixed:
             self._fence(mixed)
-        left_by = tuple({h for k in links for h in k.state.paused_by})
+        left_by = tuple({h for k in links for h in k.state.paused_by} - {"sleep"})
+        if self.asleep():
+            self._desk.adopt("sleep")
+        else:
+            self._desk.forget("sleep")  # it started anew
         if not mixed:
             self._desk.let_go(left_by)
         self._desk.again()
@@ -152,6 +158,20 @@ class Attached(Engine):
 
     def _hellos(self) -> list[Hello]:
         return [k.hello for k in self._attached]
+
+    @property
+    def sleep_levels(self) -> tuple[int, ...]:
+        """Both, where every worker has vLLM's sleep mode."""
+        return () if self.sleep_refusal else (1, 2)
+
+    @property
+    def sleep_refusal(self) -> str:
+        """See ``Engine``."""
+        return "; ".join(sorted({h.sleep_refusal for h in self._hellos() if h.sleep_refusal}))
+
+    def asleep(self) -> frozenset[str]:
+        """See ``Engine``. As noted with the workers: it is they who are without their memory, whoever the agent is."""
+        return frozenset(t for k in self._attached if not k.lost for t in k.state.asleep)
 
     def _note_pause(self, holders: tuple[str, ...]) -> None:
         for link in self._attached:

@@ -68,6 +68,14 @@ class Driver(ABC):
         """Whether any instance sleeps."""
 
     @abstractmethod
+    def sleep(self, level: int, timeout: float) -> None:
+        """Release memory; requests in flight are kept. Called while it is paused."""
+
+    @abstractmethod
+    def wake(self, tags: Sequence[str], last: bool, timeout: float) -> None:
+        """Bring ``tags`` back; with the ``last`` ones vLLM lets generation go on."""
+
+    @abstractmethod
     def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
         """Start, update and finish, on every worker; with a ``label`` that is vLLM's weight version afterwards."""
 

@@ -86,6 +86,16 @@ class HttpDriver(Driver):
         """See ``Driver``."""
         return any(a.get("is_sleeping") is True for a in self._all("GET", "/is_sleeping", timeout))
 
+    def sleep(self, level: int, timeout: float) -> None:
+        """See ``Driver``."""
+        self._all("POST", f"/sleep?level={level}&mode=keep", timeout)
+
+    def wake(self, tags: Sequence[str], last: bool, timeout: float) -> None:
+        """See ``Driver``."""
+        self._all("POST", f"/wake_up?{'&'.join(f'tags={t}' for t in tags)}", timeout)
+        if last:
+            self._all("POST", "/resume", timeout)  # releases before 0.32 leave that to the caller
+
     def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
         """See ``Driver``. An update that somebody left open is closed first: ours has no effect before its middle."""
         end = time.monotonic() + timeout

@@ -99,6 +99,16 @@ class OfflineDriver(Driver):
         """See ``Driver``."""
         return bool(self._run("is_sleeping", self._llm.llm_engine.is_sleeping, timeout))
 
+    def sleep(self, level: int, timeout: float) -> None:
+        """See ``Driver``."""
+        self._run("sleep", lambda: self._llm.sleep(level=level, mode="keep"), timeout)
+
+    def wake(self, tags: Sequence[str], last: bool, timeout: float) -> None:
+        """See ``Driver``."""
+        self._run("wake_up", lambda: self._llm.wake_up(tags=list(tags)), timeout)
+        if last:
+            self.resume(timeout)
+
     def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
         """See ``Driver``. An update that somebody left open is closed first."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from weightplane.controlplane.core.model import PauseMode
 from weightplane.inference_agent.threads import WorkThread, detached
 
+from ..base import EngineError
 from .drivers import Driver, DriverError
 
 __all__ = ["PauseDesk"]
@@ -129,6 +130,48 @@ class PauseDesk:
             self._driver.resume(_CALL_S)
         except DriverError as e:
             log.error("vLLM does not let generation go on: %s", e)
+
+    def adopt(self, holder: str) -> None:
+        """It stands still for ``holder`` already."""
+        with self._cond:
+            self._number += 1
+            self._holds[holder] = self._number
+            self._force.add(holder)
+
+    def forget(self, holder: str) -> None:
+        """Drop a hold that ended with the engine which it was of."""
+        with self._cond:
+            self._holds.pop(holder, None)
+            self._force.discard(holder)
+
+    def lift(self, holder: str, call: Callable[[], None]) -> None:
+        """Let go of a hold by a call after which vLLM goes on. Refused while anybody else holds; raises what it raises.
+
+        Who pauses meanwhile is behind it in the queue of calls.
+        """
+
+        def work() -> None:
+            with self._cond:
+                others = sorted(set(self._holds) - {holder})
+                if others:
+                    who = ", ".join(others)
+                    raise EngineError(f"vLLM generates as soon as it is awake, and {who} paused it: end that first")
+                number = self._holds.pop(holder, 0)
+                self._force.discard(holder)
+            try:
+                call()
+            except BaseException:
+                with self._cond:
+                    self._holds[holder] = number
+                    self._force.add(holder)
+                raise
+            with self._cond:
+                self._noted(tuple(sorted(self._holds)))
+                again = bool(self._holds)
+            if again:  # one that drains has a thread of its own, and may have come before the call
+                self._driver.pause(PauseMode.KEEP, False, _CALL_S)
+
+        self._calls.submit(work).result()
 
     def let_go(self, left_by: tuple[str, ...]) -> None:
         """A fresh attachment: end the pause that an agent before us left behind. Nobody may hold here."""
