@@ -137,7 +137,7 @@ def load(run: Run) -> None:
     stage.report.note("load", bytes=nbytes)
     run.engine("load", "ours")
     before = stage.call("ours", "generate", 60.0, tokens=4)
-    said = stage.call("ours", "join", 60.0, address=stage.plane.address, group="load")
+    said = stage.call("ours", "join", 60.0, address=stage.plane.address, group="load", transports=list(run.transports))
     stage.report.note("load", hello=said, tokens=before, memory=stage.call("ours", "memory", reset=True))
     stage.call("ours", "leave")
     note = Result.of("start/ours", "s", [run.up["ours"]["start_s"]], details={"hello": said})
@@ -150,7 +150,7 @@ def transport(name: str) -> Callable[[Run], None]:
     def case(run: Run) -> None:
         stage, group = run.stage, f"over-{name}"
         run.engine(name, "ours")
-        said = stage.call("ours", "join", 40.0, address=stage.plane.address, group=group)
+        said = stage.call("ours", "join", 40.0, address=stage.plane.address, group=group, transports=[name])
         stage.report.note(name, hello=said)
         try:
             stage.call(run.trainer, "open", 60.0, address=stage.plane.address, group=group, transport=name)
@@ -208,11 +208,13 @@ def colocated(run: Run) -> None:
     """Trainer and ``LLM`` in one process, on one GPU."""
     stage = run.stage
     run.engine("colocated", "both")
-    said = stage.call("both", "join", 40.0, address=stage.plane.address, group="colocated")
+    for name in (run.trainer, *run.spares, "ours", "native"):  # their memory is wanted
+        stage.drop(name, "the colocated case needs its memory")
+    where = {"address": stage.plane.address, "group": "colocated"}
+    said = stage.call("both", "join", 40.0, **where, transports=[run.transports[0]])
     stage.report.note("colocated", hello=said)
     stage.call("both", "trainer.start", 60.0, model=run.model, device=run.device())
-    first = {"address": stage.plane.address, "group": "colocated", "transport": run.transports[0]}
-    stage.call("both", "trainer.open", 60.0, **first)
+    stage.call("both", "trainer.open", 60.0, **where, transport=run.transports[0])
     rounds(run, "colocated", "both", "both", "trainer.")
     stage.report.note("colocated", tokens=stage.call("both", "generate", tokens=8))
     stage.call("both", "trainer.close")

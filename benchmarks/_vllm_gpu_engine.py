@@ -59,14 +59,14 @@ class Engine:
 
     # --- ours
 
-    def join(self, address: str, group: str) -> dict[str, Any]:
+    def join(self, address: str, group: str, transports: list[str]) -> dict[str, Any]:
         """Become a replica of a group; what the replica says of itself."""
         from weightplane.inference_agent.agent import InferenceAgent
         from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 
         if not hasattr(self, "engine"):
             self.engine: Any = VllmEngine(self._driver(), start_timeout_s=30, apply_timeout_s=60)
-        self._agent = InferenceAgent(address, group, "vllm", self.engine).start()
+        self._agent = InferenceAgent(address, group, "vllm", self.engine, transports=transports).start()
         if not self._agent.wait_live(20):
             raise RuntimeError(f"the agent did not get through: {self._agent.status().error}")
         workers = [(d.kind, d.uuid) for d in self.engine.workers]
@@ -196,8 +196,17 @@ class AsyncEngine(Engine):
         return AsyncDriver(self.llm, self._loop)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        found = self._run(self.llm.collective_rpc(method, args=args))
-        return [json.loads(a) for a in found]
+        return [json.loads(a) for a in self._run(self._everywhere(method, args))]
+
+    async def _everywhere(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """Of the workers of every instance: vLLM's own call answers for the first one only."""
+        core = self.llm.engine_core
+        engines = getattr(core, "core_engines", ())
+        if len(engines) < 2:
+            return list(await self.llm.collective_rpc(method, args=args))
+        one = core._call_utility_async
+        asked = [one("collective_rpc", method, None, args, None, engine=e) for e in engines]
+        return [answer for answers in await asyncio.gather(*asked) for answer in answers]
 
     def generate(self, tokens: int) -> list[int]:
         """See ``Engine``."""

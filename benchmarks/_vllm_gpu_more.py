@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -22,7 +23,7 @@ def kill(run: Run) -> None:
     """The trainer is killed in mid-update: staged, and in place."""
     stage, report = run.stage, run.stage.report
     run.engine("kill", "ours")
-    stage.call("ours", "join", 40.0, address=stage.plane.address, group="kill")
+    stage.call("ours", "join", 40.0, address=stage.plane.address, group="kill", transports=[run.transports[0]])
     try:
         for mode in ("staged", "in_place"):
             try:
@@ -54,7 +55,9 @@ def _kill(run: Run, mode: str) -> None:
     stage.call(run.trainer, "die_at", failpoint=f"{over}.send.inside", nth=nth, after_s=0.06)
     pid = stage.pid(run.trainer)
     stage.tell(run.trainer, "publish", step=run.seed, mode=mode)
-    dead = wait_dead(pid, 20)
+    buried = wait_dead(pid, 20)
+    said = re.findall(r"killed at ([0-9.]+)", stage.tail(run.trainer))
+    dead = float(said[-1]) if said else buried
     stage.drop(run.trainer, "killed by its failpoint")
     seen: list[dict[str, Any]] = []
     while time.monotonic() < dead + _WATCH_S:
@@ -68,6 +71,7 @@ def _kill(run: Run, mode: str) -> None:
     mixed = seen[-1]["mixed"]
     found = {
         "killed_at_bucket_bytes": nth * (2 << 20),
+        "process_gone_after_s": buried - dead,
         "standing": seen,
         "answers": len(asked["answers"]),
         "first_answer_after_s": min(again, default=None),
@@ -139,10 +143,10 @@ def quantised(model: str, quantization: str | None) -> Any:
         if fresh["A"] == fresh["B"]:
             raise AssertionError("the fresh engines of A and B are equal: nothing can be told apart")
         run.engine("quantised", "live")
-        hello = stage.call("live", "join", 40.0, address=stage.plane.address, group="quantised")
+        where = {"address": stage.plane.address, "group": "quantised"}
+        hello = stage.call("live", "join", 40.0, **where, transports=[run.transports[0]])
         report.note("quantised", hello=hello)
-        first = {"address": stage.plane.address, "group": "quantised", "transport": run.transports[0]}
-        stage.call("small", "open", 60.0, **first)
+        stage.call("small", "open", 60.0, **where, transport=run.transports[0])
         wrong = 0
         for n, (name, mode) in enumerate((("A", "in_place"), ("B", "staged"), ("A", "staged"), ("B", "in_place"))):
             stage.call("small", "randomise", seed=_SEEDS[name])
@@ -176,13 +180,13 @@ def experts(model: str, instances: int, updates: int) -> Any:
         stage, report = run.stage, run.stage.report
         run.engine("experts", "experts")
         report.note("experts", tokens=stage.call("experts", "generate", 60.0, tokens=8))
-        hello = stage.call("experts", "join", 40.0, address=stage.plane.address, group="experts")
+        where = {"address": stage.plane.address, "group": "experts"}
+        hello = stage.call("experts", "join", 40.0, **where, transports=[run.transports[0]])
         report.note("experts", hello=hello)
         if len(hello["workers"]) != instances:
             raise AssertionError(f"{instances} instances, workers attached: {hello['workers']}")
         stage.call("small", "start", 60.0, model=model, device=run.device())
-        first = {"address": stage.plane.address, "group": "experts", "transport": run.transports[0]}
-        stage.call("small", "open", 60.0, **first)
+        stage.call("small", "open", 60.0, **where, transport=run.transports[0])
         stage.call("experts", "load_on", requests=8, tokens=32)
         times: list[float] = []
         for n in range(updates):

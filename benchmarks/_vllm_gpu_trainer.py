@@ -129,6 +129,13 @@ class Trainer:
 
     # --- vLLM's own
 
+    def warm(self) -> float:
+        """Import what ``native_…`` needs, while engines start; seconds."""
+        begin = time.monotonic()
+        import vllm.distributed.weight_transfer.nccl_engine  # noqa: F401
+
+        return time.monotonic() - begin
+
     def native_open(self, port: int) -> None:
         """Rank 0 of the group of vLLM's NCCL engine; the engine joins meanwhile."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine

@@ -46,6 +46,8 @@ def begin(run: Run, wanted: Sequence[str], instances: int) -> None:
     """Start every process that the cases need; engines come up while nobody waits."""
     stage, names = run.stage, set(wanted)
     stage.trainer(run.trainer)
+    if "native" in names and stage.cuda:
+        stage.tell(run.trainer, "warm")
     if names & {"load", "cuda_ipc", "nccl", "kill"}:
         stage.engine("ours", cards="1,0")
         stage.tell("ours", "start", **engine_options(run, run.model))

@@ -219,6 +219,7 @@ def test_workers_of_data_parallel_instances_are_told_apart() -> None:
         made: Any = object.__new__(Ours)
         made._parallel = SimpleNamespace(rank=1, world_size=2, **parallel)
         made.device, made.model_config, made.model = torch.device("cpu"), SimpleNamespace(model="m"), None
+        made.vllm_config = SimpleNamespace(model_config=made.model_config)
         made.worker = SimpleNamespace(life="life", state=hello("").state)
         found = made._hello("token")
         return found.rank, found.world

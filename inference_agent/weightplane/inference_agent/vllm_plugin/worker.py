@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from weightplane.inference_agent.receipts import Ledger, Sink, WorkerPlan
 from weightplane.inference_agent.threads import WorkThread
 from weightplane.inference_agent.transfer import Channels, LocalWorker, Worker
 from weightplane.transports import registry
-from weightplane.transports.base import ArmToken, ReceiveChannel, TransportError
+from weightplane.transports.base import ArmToken, ReceiveChannel, Transport, TransportError
 from weightplane.transports.dtypes import dtype_of
 
 from .loading import load
@@ -80,11 +80,18 @@ class WorkerReplica:
         self._shares = Newest(2 * _KEPT)
         self._slot: tuple[str, Arena, LocalTensors] | None = None
         self._channels: dict[str, Channels] = {}
+        self._transports: Mapping[str, Transport] = {}  # those that worked here when an agent asked last
         self._opened: dict[tuple[str, str], tuple[Channels, ReceiveChannel]] = {}
         self._data = WorkThread("weightplane-data")
         if device.type == "cuda":
-            self._data.submit(lambda: torch.cuda.set_device(device))
+            self._data.submit(self._on_card)
         self._update: _Update | None = None
+
+    def _on_card(self) -> None:
+        """The data thread makes its tensors on a stream of its own: what vLLM's thread let go of on its stream, with
+        kernels that still read it in the queue, is no memory to receive into."""
+        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     # --- any thread
 
@@ -146,7 +153,8 @@ class WorkerReplica:
     def _do_offers(self, m: dict[str, Any]) -> Any:
         known = [n for n in m["transports"] if n in registry.names()]
         why = {n: "not installed beside vLLM" for n in m["transports"] if n not in known}
-        transports, refused = enabled_transports(None)
+        self._transports, refused = enabled_transports(None)
+        transports = self._transports
         usable = {n: t for n, t in transports.items() if n in known}
         offers, failed = worker_offers(m["member"], self._device.type, usable)
         why.update({n: r for n, r in refused.items() if n in known})
@@ -216,8 +224,7 @@ class WorkerReplica:
         u = self._open(m["update_id"])
         plan = self._plan(m)
         member, channel = m["member"], channel_from(m["channel"])
-        transports, _ = enabled_transports(None)
-        channels = self._channels.setdefault(m["group"], Channels(m["group"], transports))
+        channels = self._channels.setdefault(m["group"], Channels(m["group"], self._transports))
         opened = channels.get(channel, member)
         self._opened[channel.channel_id, member] = (channels, opened)
         base, verify, early = opened.bytes_landed, Verify(m["verify"]), bool(m["as_they_come"])
