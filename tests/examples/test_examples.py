@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,8 +29,52 @@ def test_the_minimal_example_computes_with_the_published_weights() -> None:
 
 
 def test_the_readme_shows_the_minimal_example() -> None:
-    code = (ROOT / "examples" / "minimal.py").read_text(encoding="utf-8").split('"""', 2)[2].strip()
-    assert code in (ROOT / "README.md").read_text(encoding="utf-8")
+    """Whole, as it says: byte for byte."""
+    code = (ROOT / "examples" / "minimal.py").read_text(encoding="utf-8")
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert code in shown
+
+
+def test_the_processes_of_the_readme_run_as_typed(tmp_path: Path) -> None:
+    """In a folder that looks like a clone, on a port that nobody else has."""
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("not run from an environment that could be activated")
+    (block,) = re.findall(r"```\n(\. \.venv.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = {**os.environ, "WEIGHTPLANE_LISTEN": address, "WEIGHTPLANE_ADDRESS": address, "COLUMNS": "160"}
+    shell = subprocess.Popen(
+        ["bash", "-m", "-e", "-c", block + "wait\n"],  # -m: job numbers, as at a terminal
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = shell.communicate(timeout=100)
+    finally:
+        for process in reversed(_session(shell.pid)):  # none is left, unless the block failed
+            os.kill(process, signal.SIGKILL)
+    assert shell.returncode == 0, said
+    assert "version 1 is committed" in said and re.search(r"2/2 routable", said), said
+
+
+def _session(leader: int) -> list[int]:
+    """The living processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
 
 
 def test_the_transport_of_the_docs_is_one_sitting() -> None:

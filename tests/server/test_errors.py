@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -13,10 +15,13 @@ from grpc_status import rpc_status
 from tests.server.scripted import Replica, Trainer, fleet, reason_of, refused, server
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.server import fields
+from weightplane.controlplane.server.calls import Guard
 from weightplane.controlplane.server.errors import CODES, MAX_DETAILS, Refused, code_of, status_of
+from weightplane.controlplane.server.security import Authoriser, Security
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import common_pb2 as cm
 from weightplane.v1 import fleet_pb2 as fl
+from weightplane.v1 import fleet_pb2_grpc
 from weightplane.v1 import update_pb2 as up
 from weightplane.v1 import weight_transfer_pb2 as wt
 
@@ -182,3 +187,39 @@ async def test_a_name_that_would_break_a_log_line_is_refused_and_an_explanation_
         assert (error.details() or "").startswith("trainer_id: expected no control characters, found 'job\\n2026")
         await trainer.channel.close()
     assert fields.text("reason", "first\nsecond", 100, lines=True) == "first\nsecond"
+
+
+class _Late(fleet_pb2_grpc.FleetServiceServicer):
+    """Its answer comes when the caller is gone: it does not look at its cancellation."""
+
+    async def ListGroups(self, request: Any, context: Any) -> Any:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        raise Refused(Failure(Reason.UNKNOWN_GROUP, "nobody hears this"))
+
+    async def WatchGroup(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await context.write(fl.WatchGroupResponse())
+
+
+def test_a_caller_whose_deadline_passed_leaves_no_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        server = grpc.aio.server(interceptors=[Guard(Authoriser(Security()))])
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(_Late(), server)  # type: ignore[abstract]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = fleet_pb2_grpc.FleetServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as unary:
+                await stub.ListGroups(fl.ListGroupsRequest(), timeout=0.1)
+            with pytest.raises(grpc.aio.AioRpcError) as stream:
+                async for _ in stub.WatchGroup(fl.WatchGroupRequest(group="g"), timeout=0.1):
+                    pass
+        await server.stop(5)  # waits for the handlers
+        assert unary.value.code() is stream.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    with caplog.at_level(logging.DEBUG, "weightplane.controlplane.server.calls"):
+        asyncio.run(run())
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+    assert any("was gone before it heard" in r.getMessage() for r in caplog.records)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import pytest
 import torch
 from torch import nn
 
 from tests.inference_agent.models import Awkward
 from tests.trainer_agent.fleet import Fleet, fill, fleet, same
+from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.dial import Dial
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+from weightplane.trainer_agent.client import Client
+from weightplane.trainer_agent.errors import UpdateFailed, UpdateRefused, error_from_rpc
+from weightplane.v1 import fleet_pb2
 
 
 @pytest.fixture
@@ -74,3 +82,48 @@ def test_a_source_that_moves_between_publishes_frees_its_memory_if_asked(f: Flee
             publisher.release()
         assert gone(weak)
         torch.UntypedStorage._free_weak_ref(weak)
+
+
+@pytest.mark.parametrize("step", [None, "1", 1.0, True, torch.tensor([1, 2])])
+def test_a_step_that_is_no_number_is_refused_by_name(f: Fleet, step: Any) -> None:
+    f.replica("r0", TorchModuleEngine(nn.Linear(3, 2)))
+    publisher = f.publisher(nn.Linear(3, 2))
+    for publish in (publisher.publish, publisher.publish_async):
+        with pytest.raises(TypeError, match="step: expected the trainer's step, an integer"):
+            publish(step)
+    with pytest.raises(ValueError, match="step: expected a number of 64 bits"):
+        publisher.publish(1 << 63)
+    assert f.state().committed.version == 0
+    assert publisher.publish(torch.tensor(3)).step == 3  # type: ignore[arg-type]
+
+
+def test_a_wait_that_has_no_time_left_still_says_why_each_replica_may_not_join(f: Fleet) -> None:
+    """The last look at the fleet has time of its own: nothing is said of a control plane that did not answer."""
+    f.replica("r0", TorchModuleEngine(nn.Linear(3, 2)))
+    publisher = f.publisher(nn.Linear(3, 2))
+    drain = fleet_pb2.DrainReplicaRequest(request_id="one", group="g", replica_id="r0")
+    Client(Dial(f.address)).call("DrainReplica", drain, time.monotonic() + 10)
+    with pytest.raises(TimeoutError, match=r"expected 1 replica.*r0: it is DRAINING"):
+        publisher.wait_for_replicas(1, timeout=0.0)
+
+
+def test_whether_an_update_was_opened_is_known_once_a_publish_is_over(f: Fleet) -> None:
+    publisher = f.publisher(nn.Linear(3, 2))
+    alone = publisher.publish_async(1)
+    with pytest.raises(UpdateRefused):
+        alone.result(30)
+    assert not alone.opened
+    f.replica("r0", TorchModuleEngine(nn.Linear(3, 2)))
+    served = publisher.publish_async(2)
+    served.result(30)
+    assert served.opened
+
+
+def test_every_failure_of_an_update_is_told_alike() -> None:
+    first, other = Failure(Reason.ENGINE, "no memory", "a"), Failure(Reason.DEADLINE, "late", "b/0")
+    error = UpdateFailed(first, {"a": first, "b": other, "c": Failure(Reason.TRANSPORT, "gone")}, update_id="u")
+    assert str(error).endswith("failed: ENGINE [a]: no memory; DEADLINE [b/0]: late; TRANSPORT [c]: gone")
+
+
+def test_a_call_that_fails_without_details_is_not_told_in_grpcs_own_insides() -> None:
+    assert "Rendezvous" not in str(error_from_rpc("StartUpdate", grpc.RpcError()))

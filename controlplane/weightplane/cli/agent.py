@@ -12,7 +12,7 @@ import typer
 from .client import DEFAULT_ADDRESS, AddressOption, GroupOption, dial
 from .exits import Exit
 from .launched import AnnounceOption, ExitWithOption, announce, exit_with
-from .output import console, err
+from .output import complain, console, err
 from .serve import LogJsonOption, LogLevelOption, configure_logging
 
 __all__ = ["register"]
@@ -29,6 +29,9 @@ def _pairs(option: str, texts: list[str], parse: bool) -> dict[str, Any]:
         except ValueError:
             found[key] = value
     return found
+
+
+_FACTORY = "docs/inference.md has a factory of five lines; it takes no argument but what --engine-option gives it"
 
 
 def inference_agent(
@@ -59,9 +62,10 @@ def inference_agent(
     """Make an engine a replica, until SIGTERM or Ctrl-C: it then leaves in good order."""
     configure_logging(log_level, log_json)
     exit_with(parent)
+    from weightplane.controlplane.ports import PortRefused, check_free
     from weightplane.inference_agent.agent import InferenceAgent
     from weightplane.inference_agent.generate import GenerateServer
-    from weightplane.inference_agent.serve import run_agent
+    from weightplane.inference_agent.serve import EngineFailed, run_agent
 
     sys.path.insert(0, os.getcwd())  # a factory beside the user is found, as by python itself
     host, _, port = generate.rpartition(":")
@@ -74,6 +78,8 @@ def inference_agent(
         console.print(f"replica {replica_id} of group {group} dials {address}{where}; stop it with Ctrl-C")
 
     try:
+        if generate:
+            check_free(generate)  # before an engine is loaded for minutes
         status = run_agent(
             engine,
             dial(address),
@@ -87,11 +93,14 @@ def inference_agent(
             serve_unsynced=serve_unsynced,
             on_ready=ready,
         )
+    except EngineFailed as error:
+        complain(f"{error}{chr(10) if error.frames else ''}{error.frames}", "", Exit.USAGE, False, _FACTORY)
+    except PortRefused as error:
+        complain(str(error), "", Exit.REFUSED, False, "stop the other, or name another address (port 0: a free one)")
     except (ValueError, OSError) as error:
-        err.print(f"[bold red]error[/] {error}", markup=True)
-        raise typer.Exit(Exit.USAGE) from None
+        complain(str(error), "", Exit.USAGE, False, "weightplane inference-agent --help")
     if status:
-        err.print(f"another agent took the name {replica_id!r} over; this one ends")
+        err.print(f"another agent took the name {replica_id!r} over; this one ends", markup=False)
         raise typer.Exit(Exit.REFUSED)
 
 

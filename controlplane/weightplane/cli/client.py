@@ -8,23 +8,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import grpc
 import typer
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.dial import Dial, PlaintextRefused
 from weightplane.v1.agent_pb2_grpc import AgentServiceStub
 from weightplane.v1.common_pb2 import Failure as FailureMessage
 from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
 from weightplane.v1.weight_transfer_pb2_grpc import WeightTransferServiceStub
 
 from .exits import Exit
-from .output import emit_json, err
+from .output import complain, emit_json, err
 
-__all__ = ["AddressOption", "Connection", "GroupOption", "JsonOption", "connect", "dial", "request_id"]
+__all__ = [
+    "START_ONE",
+    "AddressOption",
+    "Connection",
+    "GroupOption",
+    "JsonOption",
+    "connect",
+    "dial",
+    "interrupted",
+    "one_of",
+    "open_channel",
+    "request_id",
+    "words",
+]
 
 DEFAULT_ADDRESS = "127.0.0.1:7450"
 
@@ -34,17 +47,20 @@ AddressOption = Annotated[
 GroupOption = Annotated[str, typer.Option("--group", "-g", envvar="WEIGHTPLANE_GROUP", help="The group.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
-#: What to do next, by reason; the server's message already says what happened.
+#: What to do where nobody answers.
+START_ONE = "start one (weightplane controlplane), or name its address with --address or WEIGHTPLANE_ADDRESS"
+
+#: What to do next, by reason; the server's message already says what happened. Of ``group``, the one asked for.
 _ADVICE = {
     "UNKNOWN_GROUP": "weightplane status lists the groups; one is made by its first trainer or replica",
-    "UNKNOWN_REPLICA": "weightplane status --group G lists the replicas",
-    "UNKNOWN_UPDATE": "weightplane updates --group G lists the updates",
+    "UNKNOWN_REPLICA": "weightplane status --group {group} lists the replicas",
+    "UNKNOWN_UPDATE": "weightplane updates --group {group} lists the updates",
     "TRAINER_HELD": "wait for the other trainer's lease to end, or take over with --takeover",
-    "NOT_ENOUGH_REPLICAS": "start replicas (weightplane inference-agent), and see weightplane status",
-    "UPDATE_IN_PROGRESS": "weightplane watch follows it; weightplane abort ends it",
+    "NOT_ENOUGH_REPLICAS": "start replicas (weightplane inference-agent), and see weightplane status -g {group}",
+    "UPDATE_IN_PROGRESS": "weightplane watch -g {group} follows it; weightplane abort -g {group} ends it",
     "NO_TRANSPORT": "weightplane doctor on both hosts says which transport works and why not",
     "UNAUTHENTICATED": "give a token with WEIGHTPLANE_TOKEN, or a certificate with --cert and --key",
-    "UNKNOWN_OUTCOME": "weightplane updates shows what became of it once a coordinator leads again",
+    "UNKNOWN_OUTCOME": "weightplane updates -g {group} shows what became of it once a coordinator leads again",
 }
 
 _CODES = {
@@ -93,6 +109,11 @@ def dial(address: str) -> Dial:
             token=os.environ.get("WEIGHTPLANE_TOKEN", ""),
             insecure=os.environ.get("WEIGHTPLANE_INSECURE", "") == "1",
         )
+    except PlaintextRefused:
+        raise typer.BadParameter(
+            f"--address {address} is not a loopback address: use TLS (WEIGHTPLANE_CA), or, where the network is "
+            "trusted, set WEIGHTPLANE_INSECURE=1"
+        ) from None
     except (ValueError, OSError) as error:
         raise typer.BadParameter(f"--address {address}: {error}") from None
 
@@ -121,8 +142,13 @@ class _BearerInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClien
 
 
 @contextmanager
-def connect(address: str, timeout: float = 10.0, as_json: bool = False) -> Iterator[Connection]:
-    """Connect, and turn every gRPC error inside the block into a message, an advice and a documented exit code."""
+def connect(
+    address: str, timeout: float = 10.0, as_json: bool = False, group: str = "", changes: bool = False
+) -> Iterator[Connection]:
+    """Connect, and turn every gRPC error inside the block into a message, an advice and a documented exit code.
+
+    ``group``: the one that the advice is about. ``changes``: the command asks for a change, not for a look.
+    """
     channel = open_channel(address)
     try:
         yield Connection(
@@ -133,15 +159,37 @@ def connect(address: str, timeout: float = 10.0, as_json: bool = False) -> Itera
             timeout,
         )
     except grpc.RpcError as error:
-        raise typer.Exit(_explain(error, address, as_json)) from None
+        raise typer.Exit(_explain(error, address, as_json, group)) from None
     except KeyboardInterrupt:
-        err.print("interrupted")
-        raise typer.Exit(Exit.INTERRUPTED) from None
+        asked = "what was asked for may be carried out all the same; weightplane status shows the fleet as it is"
+        interrupted(asked if changes else "nothing was changed", as_json)
     finally:
         channel.close()
 
 
-def _explain(error: grpc.RpcError, address: str, as_json: bool) -> Exit:
+def interrupted(text: str, as_json: bool) -> NoReturn:
+    """End as Ctrl-C does. ``text``: what it means for the fleet."""
+    if as_json:
+        complain(text, "INTERRUPTED", Exit.INTERRUPTED, True, "")
+    err.print(f"interrupted: {text}", markup=False, soft_wrap=True)
+    raise typer.Exit(Exit.INTERRUPTED)
+
+
+def one_of(option: str, value: str, words: tuple[str, ...]) -> None:
+    """``typer.BadParameter`` for a value that an option does not know. An empty one stands for the default."""
+    if value not in words:
+        raise typer.BadParameter(f"{option}: expected one of {', '.join(w for w in words if w)}, found {value!r}")
+
+
+def words(error: grpc.RpcError) -> str:
+    """A failed call in a few words; what gRPC prints of itself is several lines of its own insides."""
+    if not isinstance(error, grpc.Call):
+        return type(error).__name__
+    code, details = error.code(), str(error.details() or "")
+    return f"{code.name}: {details}" if details else str(code.name)
+
+
+def _explain(error: grpc.RpcError, address: str, as_json: bool, group: str) -> Exit:
     code = error.code()
     reason, failure = "", None
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
@@ -155,17 +203,18 @@ def _explain(error: grpc.RpcError, address: str, as_json: bool) -> Exit:
     text = failure.message if failure is not None else str(error.details() or "")
     if code is grpc.StatusCode.UNAVAILABLE:
         text = f"no control plane answers at {address}: {text}"
-        advice = "start one (weightplane controlplane), or name its address with --address or WEIGHTPLANE_ADDRESS"
+        advice = START_ONE
     else:
-        advice = _ADVICE.get(reason, "")
+        advice = _ADVICE.get(reason, "").format(group=group or "GROUP")
     if as_json:
         error_data = {"code": code.name, "reason": reason, "message": text, "next": advice, "exit": int(exit_code)}
         emit_json({"error": error_data})
     else:
         err.print(f"[bold red]error[/] {code.name}{f' / {reason}' if reason else ''}: ", end="")
-        err.print(text, markup=False)
+        err.print(text, markup=False, soft_wrap=True)
         if failure is not None and failure.tensors:
-            err.print(f"  tensors ({failure.tensor_count}): {', '.join(failure.tensors)}", markup=False)
+            named = ", ".join(failure.tensors)
+            err.print(f"  tensors ({failure.tensor_count}): {named}", markup=False, soft_wrap=True)
         if advice:
-            err.print(f"  next: {advice}", markup=False)
+            err.print(f"  next: {advice}", markup=False, soft_wrap=True)
     return exit_code

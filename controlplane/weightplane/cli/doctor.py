@@ -49,10 +49,12 @@ def doctor(
     group: Annotated[str, typer.Option("--group", "-g", help="Also explain how each replica is reached.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Examine this host and, if it answers, the control plane. Exit 4 if something here will not work."""
+    """Examine this host and the control plane. Exit 3 if none answers, 4 if something else will not work."""
     from weightplane.transports import registry
 
     checks: list[dict[str, Any]] = []
+
+    absent: set[str] = set()  # not here, and need not be
 
     def check(name: str, ok: bool, found: str, todo: str = "") -> None:
         checks.append({"check": name, "ok": ok, "found": found, "next": todo})
@@ -71,29 +73,34 @@ def doctor(
         for name, probe in registry.available().items():
             # One that cannot work here is no fault of this host's, as long as another does.
             check(f"transport {name}", True, "works" if probe.ok else f"not here: {probe.reason}")
+            absent |= set() if probe.ok else {f"transport {name}"}
             usable = usable or (probe.ok and name != "external")
         check(
             "a transport", usable, "at least one works here" if usable else "none works here", "mend one of the above"
         )
-    _control_plane(check, address, group)
+    answers = _control_plane(check, address, group)
     bad = [c for c in checks if not c["ok"]]
     if as_json:
         emit_json({"ok": not bad, "checks": checks})
     else:
-        rows = [[c["check"], "ok" if c["ok"] else "NO", c["found"], "" if c["ok"] else c["next"]] for c in checks]
+        rows = []
+        for c in checks:
+            mark = "NO" if not c["ok"] else "-" if c["check"] in absent else "ok"
+            rows.append([c["check"], mark, c["found"], "" if c["ok"] else c["next"]])
         table("doctor", ["check", "", "found", "what to do"], rows)
         console.print("all is well" if not bad else f"{len(bad)} problem(s)")
     if bad:
-        raise typer.Exit(Exit.REFUSED)
+        raise typer.Exit(Exit.REFUSED if answers else Exit.UNREACHABLE)
 
 
-def _control_plane(check: Any, address: str, group: str) -> None:
+def _control_plane(check: Any, address: str, group: str) -> bool:
+    """Whether it answers, be it with a refusal."""
     import grpc
 
     from weightplane.v1 import fleet_pb2
     from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
 
-    from .client import open_channel
+    from .client import START_ONE, open_channel, words
 
     with open_channel(address) as channel:
         stub = FleetServiceStub(channel)
@@ -103,12 +110,16 @@ def _control_plane(check: Any, address: str, group: str) -> None:
             if group:
                 request = fleet_pb2.ListReplicasRequest(group=group, transports=True)
                 for r in stub.ListReplicas(request, timeout=3).replicas:
-                    check(f"replica {r.replica_id}", r.routable, "routable" if r.routable else r.reason, "see status")
+                    found = "routable" if r.routable else r.reason
+                    check(f"replica {r.replica_id}", r.routable, found, f"weightplane status -g {group}")
                     _reach(check, r)
         except grpc.RpcError as error:
-            todo = "start one (weightplane controlplane) or name it with --address"
-            text = error.details() if isinstance(error, grpc.Call) else str(error)
-            check("control plane", False, f"{address}: {text}", todo)
+            silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            answers = isinstance(error, grpc.Call) and error.code() not in silent
+            todo = "the message says what it refuses" if answers else START_ONE
+            check("control plane", False, f"{address}: {words(error)}", todo)
+            return answers
+    return True
 
 
 def _reach(check: Any, r: Any) -> None:

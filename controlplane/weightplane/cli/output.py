@@ -6,14 +6,31 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
+import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "emit_json", "err", "human_bytes", "message_dict", "seconds", "table"]
+from weightplane.v1 import common_pb2, update_pb2
+
+from .exits import Exit
+
+__all__ = [
+    "complain",
+    "console",
+    "emit_json",
+    "err",
+    "human_bytes",
+    "message_dict",
+    "phase_name",
+    "reason_name",
+    "seconds",
+    "short_name",
+    "table",
+]
 
 
 def _width(stream: TextIO) -> int | None:
@@ -35,6 +52,18 @@ def emit_json(data: Message | Mapping[str, Any] | list[Any]) -> None:
     plain = message_dict(data) if isinstance(data, Message) else data
     sys.stdout.write(json.dumps(plain, ensure_ascii=False) + "\n")
     sys.stdout.flush()
+
+
+def complain(text: str, reason: str, code: Exit, as_json: bool, todo: str) -> NoReturn:
+    """Say what is wrong (``reason``: its kind, or nothing) and what to do, and end with the documented code."""
+    if as_json:
+        emit_json({"error": {"reason": reason, "message": text, "next": todo, "exit": int(code)}})
+    else:
+        err.print(f"[bold red]error[/] {reason}: " if reason else "[bold red]error[/] ", end="")
+        err.print(text, markup=False, soft_wrap=True)  # a line in a log stays one line
+        if todo:
+            err.print(f"  next: {todo}", markup=False, soft_wrap=True)
+    raise typer.Exit(code)
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
@@ -59,3 +88,18 @@ def human_bytes(n: float) -> str:
 def seconds(s: float) -> str:
     """A duration, fit for a column."""
     return f"{s * 1000:.1f} ms" if s < 1 else f"{s:.2f} s"
+
+
+def short_name(name: str, prefix: str) -> str:
+    """An enum's value as people say it: "WEIGHTS_STATE_READY" is "ready"."""
+    return name.removeprefix(prefix + "_").lower()
+
+
+def phase_name(phase: int) -> str:
+    """An update's phase."""
+    return short_name(update_pb2.UpdatePhase.Name(phase), "UPDATE_PHASE")  # type: ignore[arg-type]
+
+
+def reason_name(reason: int) -> str:
+    """A failure's reason, as the contract has it."""
+    return short_name(common_pb2.Reason.Name(reason), "REASON").upper()  # type: ignore[arg-type]

@@ -10,9 +10,20 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from .client import DEFAULT_ADDRESS, AddressOption, GroupOption, JsonOption, dial, open_channel
+from .client import (
+    DEFAULT_ADDRESS,
+    AddressOption,
+    GroupOption,
+    JsonOption,
+    dial,
+    interrupted,
+    one_of,
+    open_channel,
+    words,
+)
 from .exits import Exit
-from .output import console, emit_json, err, human_bytes, seconds, table
+from .output import complain, console, emit_json, err, human_bytes, seconds, table
+from .refusals import Told, check_transport, how_to_convert
 
 __all__ = ["register"]
 
@@ -21,7 +32,9 @@ def publish(
     checkpoint: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder of them.", exists=True)],
     group: GroupOption,
     step: Annotated[int, typer.Option("--step", min=0, help="The trainer's number of this checkpoint.")] = 0,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Wait for at least this many.")] = 1,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=1, help="Wait until this many may take part; later ones join the next.")
+    ] = 1,
     transport: Annotated[str, typer.Option("--transport", help="Use this one or fail; none = the best for each.")] = "",
     mode: Annotated[str, typer.Option("--mode", help="staged | in_place; none = each replica's choice.")] = "",
     verify: Annotated[str, typer.Option("--verify", help="off | sampled | full; none = the group's.")] = "",
@@ -31,15 +44,27 @@ def publish(
     address: AddressOption = DEFAULT_ADDRESS,
     as_json: JsonOption = False,
 ) -> None:
-    """Publish a checkpoint: on every replica of the group, or on none. Ctrl-C aborts cleanly."""
-    from weightplane.controlplane.core.reasons import Reason
-    from weightplane.trainer_agent.errors import CoordinatorUnreachable, OutcomeUnknown, PublishError
-    from weightplane.trainer_agent.publisher import Publisher
-    from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
+    """Publish a checkpoint: on every replica of the group that may take part then, or on none.
 
+    It starts as soon as --replicas of them may (one by default): say how many you started. Ctrl-C aborts cleanly.
+    """
+    from weightplane.trainer_agent.errors import PublishError
+
+    one_of("--mode", mode, ("", "staged", "in_place"))
+    one_of("--verify", verify, ("", "off", "sampled", "full"))
     how = dial(address)
+    told = Told(address, group, timeout, as_json)
+    handle: Any = None
     try:
-        source = SafetensorsSource(checkpoint)
+        from weightplane.trainer_agent.naming import SourceError
+        from weightplane.trainer_agent.publisher import Publisher
+        from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
+
+        check_transport(transport, as_json)
+        try:
+            source = SafetensorsSource(checkpoint)
+        except (SourceError, OSError) as error:
+            complain(str(error), "INVALID_ARGUMENT", Exit.USAGE, as_json, how_to_convert(checkpoint))
         options: dict[str, Any] = {"mode": mode, "verify": verify, "update_timeout": timeout}
         with Publisher(
             how, group, source, trainer_id="weightplane publish", transport=transport, takeover=takeover, **options
@@ -47,49 +72,32 @@ def publish(
             if not as_json:
                 err.print(f"waiting up to {wait:g} s for {replicas} replica(s) of group {group}", markup=False)
             publisher.wait_for_replicas(replicas, timeout=wait)
-            receipt = _watched(publisher, step, address, group, as_json)
+            handle = publisher.publish_async(step)
+            receipt = _watched(handle, address, group, as_json)
     except KeyboardInterrupt:
-        err.print("interrupted: the update was aborted, replicas keep what they serve")
-        raise typer.Exit(Exit.INTERRUPTED) from None
+        opened = handle is not None and handle.opened
+        what = "the update was aborted" if opened else "no update was open yet"
+        interrupted(f"{what}; replicas keep what they serve", as_json)
     except PublishError as error:
-        code = Exit.FAILED
-        if isinstance(error, CoordinatorUnreachable):
-            code = Exit.UNREACHABLE
-        elif isinstance(error, OutcomeUnknown):
-            code = Exit.UNKNOWN_OUTCOME
-        elif error.reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED):
-            code = Exit.DENIED
-        _complain(str(error), error.reason.value, code, as_json)
+        told.failed(error)
     except TimeoutError as error:
-        todo = "start replicas of that group (weightplane status lists the groups), or give them more time with --wait"
-        _complain(str(error), "NOT_ENOUGH_REPLICAS", Exit.REFUSED, as_json, todo)
-    except (ValueError, OSError) as error:
-        _complain(str(error), "INVALID_ARGUMENT", Exit.REFUSED, as_json, "mend the argument named above")
+        told.too_few(str(error))
+    except ValueError as error:
+        complain(str(error), "INVALID_ARGUMENT", Exit.USAGE, as_json, "weightplane publish --help")
+    except OSError as error:
+        complain(str(error), "", Exit.REFUSED, as_json, "")
     else:
         _show(receipt, as_json)
 
 
-_LOOK = "weightplane status and weightplane updates show the fleet as it is"
-
-
-def _complain(text: str, reason: str, code: Exit, as_json: bool, todo: str = _LOOK) -> None:
-    if as_json:
-        emit_json({"error": {"reason": reason, "message": text, "next": todo, "exit": int(code)}})
-    else:
-        err.print(f"[bold red]error[/] {reason}: ", end="")
-        err.print(text, markup=False)
-        err.print(f"  next: {todo}", markup=False)
-    raise typer.Exit(code)
-
-
-def _watched(publisher: Any, step: int, address: str, group: str, as_json: bool) -> Any:
-    """Publish in a thread of its own while this one draws progress, so that Ctrl-C is noticed at once."""
-    handle = publisher.publish_async(step)
+def _watched(handle: Any, address: str, group: str, as_json: bool) -> Any:
+    """Draw the progress of a publish that has a thread of its own, so that Ctrl-C is noticed at once."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     over = threading.Event()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=as_json, transient=True) as bars:
-        watcher = threading.Thread(target=_follow, args=(bars, address, group, over), daemon=True)
-        watcher.start()
+    off = as_json or not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=off, transient=True) as bars:
+        if not off:
+            threading.Thread(target=_follow, args=(bars, address, group, over), daemon=True).start()
         try:
             while not handle.done():
                 time.sleep(0.05)
@@ -133,7 +141,7 @@ def _follow(bars: Progress, address: str, group: str, over: threading.Event) -> 
                     bars.update(tasks[p.replica_id], completed=p.bytes, total=p.bytes_planned or None)
         except grpc.RpcError as error:
             if not over.is_set():
-                bars.console.print(f"progress is not shown: {error}", markup=False)
+                bars.console.print(f"progress is not shown: {words(error)}", markup=False)
 
 
 def _show(receipt: Any, as_json: bool) -> None:

@@ -16,13 +16,15 @@ import typer
 from .client import DEFAULT_ADDRESS
 from .exits import Exit
 from .launched import AnnounceOption, ExitWithOption, announce, exit_with
-from .output import console, err
+from .output import complain, console
 
 __all__ = ["configure_logging", "register"]
 
 
 def configure_logging(level: str, as_json: bool) -> None:
     """Log to standard error, one line or one JSON object per record."""
+    if level.lower() not in _LEVELS:
+        raise typer.BadParameter(f"--log-level: expected one of {', '.join(_LEVELS)}, found {level!r}")
     handler = logging.StreamHandler(sys.stderr)
     if as_json:
         from weightplane.controlplane.server.logs import JsonFormatter
@@ -33,25 +35,36 @@ def configure_logging(level: str, as_json: bool) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
+_LEVELS = ("debug", "info", "warning", "error")
+
 LogLevelOption = Annotated[
     str, typer.Option("--log-level", envvar="WEIGHTPLANE_LOG_LEVEL", help="debug | info | warning | error.")
 ]
 LogJsonOption = Annotated[bool, typer.Option("--log-json", help="Structured logs: a JSON object per line.")]
 
 
+_OTHER_PORT = "stop the other (perhaps a control plane that runs already), or listen elsewhere: --listen HOST:PORT"
+_OWN_ADDRESS = "listen on an address of this host, and a port that you may take: --listen HOST:PORT"
+
+
 def controlplane(
-    listen: Annotated[str, typer.Option("--listen", help="host:port; port 0 takes a free one.")] = DEFAULT_ADDRESS,
+    listen: Annotated[
+        str, typer.Option("--listen", envvar="WEIGHTPLANE_LISTEN", help="host:port; port 0 takes a free one.")
+    ] = DEFAULT_ADDRESS,
     store: Annotated[
         str, typer.Option("--store", help="sqlite:PATH (survives restarts) or memory: (forgets everything).")
     ] = "sqlite:weightplane.db",
     beat_s: Annotated[float, typer.Option("--beat", min=0.05, help="Seconds between heartbeats.")] = 1.0,
     ttl_s: Annotated[float, typer.Option("--ttl", min=0.15, help="Seconds of silence that end a lease.")] = 3.0,
-    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="PEM certificate chain.")] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="PEM private key.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", exists=True, help="PEM certificate chain.")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", exists=True, help="PEM private key.")] = None,
     tls_client_ca: Annotated[
-        Path | None, typer.Option("--tls-client-ca", help="PEM; demand client certificates signed by it.")
+        Path | None, typer.Option("--tls-client-ca", exists=True, help="PEM; demand client certificates signed by it.")
     ] = None,
-    tokens: Annotated[Path | None, typer.Option("--tokens", help="File of lines: ROLE[+ROLE...] TOKEN.")] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option("--tokens", exists=True, dir_okay=False, help="File of lines: ROLE[+ROLE...] TOKEN."),
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow plaintext off loopback. Anyone in reach can change weights.")
     ] = False,
@@ -63,8 +76,10 @@ def controlplane(
     """Run the control plane until SIGTERM or Ctrl-C. Agents reconnect after a restart; decided updates complete."""
     configure_logging(log_level, log_json)
     from weightplane.controlplane.core.model import Config
+    from weightplane.controlplane.dial import check_port
+    from weightplane.controlplane.ports import PortRefused, check_free
     from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
-    from weightplane.controlplane.server.security import Security, Tls, parse_tokens
+    from weightplane.controlplane.server.security import Security, Tls, is_loopback, parse_tokens
     from weightplane.controlplane.store import StoreError, open_store
 
     if ttl_s < 2 * beat_s:
@@ -74,7 +89,13 @@ def controlplane(
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("--tls-cert and --tls-key go together")
     token_text = tokens.read_text(encoding="utf-8") if tokens is not None else os.environ.get("WEIGHTPLANE_TOKENS", "")
+    if tls_cert is None and not insecure and not is_loopback(listen):
+        raise typer.BadParameter(
+            f"--listen {listen} is not loopback: give --tls-cert and --tls-key, or, where the network is trusted, "
+            "--insecure (anyone who reaches the port could then replace the fleet's weights)"
+        )
     try:
+        check_port(listen, 0)
         tls = Tls(tls_cert, tls_key, tls_client_ca) if tls_cert is not None and tls_key is not None else None
         config = ServerConfig(
             store=open_store(store),
@@ -83,8 +104,11 @@ def controlplane(
             security=Security(tls=tls, tokens=parse_tokens(token_text), insecure=insecure),
         )
     except (StoreError, ValueError) as error:
-        err.print(f"[bold red]error[/] {error}")
-        raise typer.Exit(Exit.USAGE) from None
+        complain(str(error), "", Exit.USAGE, False, "weightplane controlplane --help")
+    try:
+        check_free(listen)  # before the store is opened: it must not lose its leader to one that cannot listen
+    except PortRefused as error:
+        complain(str(error), "", Exit.REFUSED, False, _OTHER_PORT if error.taken else _OWN_ADDRESS)
 
     async def run() -> None:
         tune_collector()
@@ -103,8 +127,7 @@ def controlplane(
     try:
         asyncio.run(run())
     except (StoreError, ValueError, OSError, RuntimeError) as error:
-        err.print(f"[bold red]error[/] {error}")
-        raise typer.Exit(Exit.REFUSED) from None
+        complain(str(error), "", Exit.REFUSED, False, "")
 
 
 def register(app: typer.Typer) -> None:

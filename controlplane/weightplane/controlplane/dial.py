@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-__all__ = ["CLIENT_OPTIONS", "Dial", "check_port"]
+__all__ = ["CLIENT_OPTIONS", "Dial", "PlaintextRefused", "check_port"]
 
 _MIB = 1 << 20
 #: Pings find a dead connection within half a minute; our server forgives them at any rate. Retries are ours to make.
@@ -26,6 +26,10 @@ CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a broken connection is not shared with somebody else's channel
 )
+
+
+class PlaintextRefused(ValueError):
+    """An address off loopback without TLS. Its own kind, so that a command line can name its own switches."""
 
 
 def check_port(address: str, least: int = 1) -> None:
@@ -63,7 +67,7 @@ class Dial:
         if (self.ca_pem or self.cert_pem) and not self.tls:
             raise ValueError("certificates are given, but tls is off")
         if not self.tls and not self.insecure and not self._is_loopback():
-            raise ValueError(
+            raise PlaintextRefused(
                 f"{self.address} is not a loopback address: use TLS, or say insecure=True if the network is trusted"
             )
 

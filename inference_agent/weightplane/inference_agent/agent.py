@@ -21,7 +21,7 @@ from weightplane.controlplane.core.model import SLEEP_TAGS, Held
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus
-from weightplane.controlplane.names import NAME_RULE, is_name
+from weightplane.controlplane.names import NAME_RULE, check_labels, check_text, is_name
 from weightplane.transports.base import Transport
 from weightplane.v1 import agent_pb2
 
@@ -100,7 +100,9 @@ class InferenceAgent:
                 raise ValueError(f"{what}: expected {NAME_RULE}, found {name!r}")
         self.dial = Dial(dial) if isinstance(dial, str) else dial
         self.group, self.replica_id, self.engine = group, replica_id, engine
-        self._labels = dict(labels or {})
+        self._labels = {str(k): str(v) for k, v in (labels or {}).items()}
+        check_labels(self._labels)  # here, where it can be mended, rather than at every dial
+        check_text("serving_address", serving_address)
         self._transports, self._refused = enabled_transports(transports)
         self._serving_address = serving_address
         self._beats = heartbeat

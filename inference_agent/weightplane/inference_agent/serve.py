@@ -7,9 +7,11 @@ and SIGINT leave in good order: no further update, the one under way is finished
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -23,7 +25,7 @@ from .engines.base import Engine, RequestAborted
 from .generate import GenerateServer, Generator
 from .session import SessionStatus
 
-__all__ = ["ENGINES", "Served", "load_engine", "run_agent"]
+__all__ = ["ENGINES", "EngineFailed", "Served", "load_engine", "run_agent"]
 
 log = logging.getLogger("weightplane.inference_agent")
 
@@ -39,30 +41,81 @@ class Served:
     stop_with: type[Exception] = RequestAborted
 
 
+class EngineFailed(ValueError):
+    """An engine that could not be made. ``frames``: where, in the code that the user gave; ours is left out."""
+
+    def __init__(self, text: str, cause: BaseException | None = None) -> None:
+        super().__init__(text)
+        self.frames = _own_frames(cause) if cause is not None else ""
+
+
+def _own_frames(error: BaseException) -> str:
+    """The traceback from the first frame that is neither ours nor the import system's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (__file__, "<frozen importlib", importlib.__file__ or "importlib")
+    own = [f for f in frames if not f.filename.startswith(ours)]
+    return "".join(traceback.format_list(own)).rstrip()
+
+
 def load_engine(spec: str, options: Mapping[str, Any] | None = None) -> Served:
     """Call the factory that ``spec`` names: ``module:factory``, or the name of an entry point ``weightplane.engines``.
 
-    ``options`` are its keyword arguments. ``ValueError`` if there is no such factory or it returns something else.
+    ``options`` are its keyword arguments. ``EngineFailed`` if there is no such factory, or if it takes other arguments,
+    raises, or returns something else.
     """
-    if ":" in spec:
-        module, _, attribute = spec.partition(":")
-        try:
-            factory: Any = importlib.import_module(module)
-            for part in attribute.split("."):
-                factory = getattr(factory, part)
-        except (ImportError, AttributeError) as e:
-            raise ValueError(f"engine {spec!r}: {e}") from e
-    else:
-        found = {e.name: e for e in entry_points(group=ENGINES)}
-        if spec not in found:
-            raise ValueError(f"engine {spec!r}: expected module:factory, or one of {sorted(found)}")
-        factory = found[spec].load()
-    made = factory(**(options or {}))
+    factory = _factory(spec)
+    _fits(spec, factory, options or {})
+    try:
+        made = factory(**(options or {}))
+    except (Exception, SystemExit) as e:
+        raise EngineFailed(f"engine {spec!r}: its factory raised {type(e).__name__}: {e}", e) from e
     if isinstance(made, Engine):
         return Served(made)
     if isinstance(made, Served):
         return made
-    raise ValueError(f"engine {spec!r}: its factory returned {type(made).__name__}, expected an Engine or a Served")
+    raise EngineFailed(f"engine {spec!r}: its factory returned {type(made).__name__}, expected an Engine or a Served")
+
+
+def _factory(spec: str) -> Any:
+    """What ``spec`` names."""
+    module, colon, attribute = spec.partition(":")
+    found = {e.name: e for e in entry_points(group=ENGINES)}
+    if not colon and spec not in found:
+        raise EngineFailed(f"engine {spec!r}: expected module:factory, or one of {sorted(found)}")
+    try:
+        if not colon:
+            return found[spec].load()
+        thing: Any = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        name = e.name or "?"
+        if module == name or module.startswith(f"{name}."):
+            text = f"there is no module {name!r} in the current folder, on PYTHONPATH or installed"
+            raise EngineFailed(f"engine {spec!r}: {text}") from e
+        raise EngineFailed(f"engine {spec!r}: importing it needs the module {name!r}, which is not installed", e) from e
+    except (Exception, SystemExit) as e:
+        raise EngineFailed(f"engine {spec!r}: importing it raised {type(e).__name__}: {e}", e) from e
+    for part in attribute.split("."):
+        try:
+            thing = getattr(thing, part)
+        except AttributeError as e:
+            there = ", ".join(sorted(n for n in vars(thing) if not n.startswith("_"))[:8]) or "nothing public"
+            raise EngineFailed(f"engine {spec!r}: {module} has no {part!r}; it has {there}") from e
+    if not callable(thing):
+        raise EngineFailed(f"engine {spec!r}: expected a function that returns an engine, found {type(thing).__name__}")
+    return thing
+
+
+def _fits(spec: str, factory: Any, options: Mapping[str, Any]) -> None:
+    """Refuse arguments that the factory does not take, and the lack of one that it needs, before it runs."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # one written in C need not say what it takes
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as e:
+        takes = f"it takes ({', '.join(signature.parameters)}), each given with --engine-option key=value"
+        raise EngineFailed(f"engine {spec!r}: its factory cannot be called: {e}; {takes}") from None
 
 
 def run_agent(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any
@@ -28,7 +29,14 @@ __all__ = ["ControlSession", "SessionStatus"]
 log = logging.getLogger("weightplane.inference_agent")
 
 _BACKOFF_S = (0.1, 2.0)
-_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+_SAID_S = (2.0, 60.0)  # the same trouble is told of again after so long, then twice as long, up to the second
+_REFUSALS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
 
 
 class SessionStatus(StrEnum):
@@ -38,6 +46,35 @@ class SessionStatus(StrEnum):
     LIVE = "LIVE"
     SUPERSEDED = "SUPERSEDED"
     STOPPED = "STOPPED"
+
+
+class _Trouble:
+    """Says why the stream is down: at once if it is another reason than before, else ever more rarely."""
+
+    def __init__(self, who: str, address: str) -> None:
+        self._who, self._address = who, address
+        self._code: Any = None
+        self._next, self._pause = 0.0, _SAID_S[0]
+
+    def over(self) -> None:
+        """The stream is open."""
+        self._code, self._next, self._pause = None, 0.0, _SAID_S[0]
+
+    def say(self, code: Any, text: str) -> None:
+        """The stream is down, and is dialled again."""
+        now = time.monotonic()
+        if code == self._code and now < self._next:
+            return
+        self._pause = _SAID_S[0] if code != self._code else min(_SAID_S[1], 2 * self._pause)
+        self._code, self._next = code, now + self._pause
+        again = f"it is dialled until then, and this is said again in {self._pause:.0f} s"
+        if code in _REFUSALS:  # dialling again helps once someone mends it
+            log.error("%s: the control plane at %s refuses us: %s; %s", self._who, self._address, text, again)
+        elif code is grpc.StatusCode.UNAVAILABLE:
+            where = "start one (weightplane controlplane), or name its address (--address or WEIGHTPLANE_ADDRESS)"
+            log.warning("%s: no control plane answers at %s: %s: %s; %s", self._who, self._address, text, where, again)
+        else:
+            log.info("%s: the control stream to %s is down (%s); %s", self._who, self._address, text, again)
 
 
 class ControlSession:
@@ -53,6 +90,7 @@ class ControlSession:
         on_superseded: Callable[[str], None],
     ) -> None:
         self._metadata = dial.metadata
+        self._trouble = _Trouble(hello.agent_id, dial.address)
         self._stub = agent_pb2_grpc.AgentServiceStub(channel)
         self._hello = hello
         self._on_welcome, self._on_desired, self._on_superseded = on_welcome, on_desired, on_superseded
@@ -110,9 +148,9 @@ class ControlSession:
                 return
             self.status = SessionStatus.CONNECTING
             backoff = _BACKOFF_S[0] if welcomed else min(_BACKOFF_S[1], backoff * 2)
-            refused = error is not None and error.code() in _REFUSALS  # dialling again helps once someone mends it
-            level = logging.ERROR if refused else logging.INFO
-            log.log(level, "%s: the control stream is down (%s); redialling", self._hello.agent_id, self.error)
+            if welcomed:
+                self._trouble.over()
+            self._trouble.say(error.code() if error is not None else None, self.error)
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped, backoff * random.uniform(0.5, 1.5))
                 if self._stopped:

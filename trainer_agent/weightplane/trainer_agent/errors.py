@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -96,7 +97,9 @@ class UpdateFailed(PublishError):
     def __str__(self) -> str:
         what = f"update {self.update_id} (version {self.version}) failed" if self.update_id else "no update was opened"
         others = [
-            f"{m}: {f.reason}: {f.message}" for m, f in self.failures.items() if f.message != self.failure.message
+            str(f if f.member else replace(f, member=m))
+            for m, f in self.failures.items()
+            if f.message != self.failure.message
         ]
         more = "".join(f"; {text}" for text in others[:5]) + (
             f"; and {len(others) - 5} more" if len(others) > 5 else ""
@@ -143,7 +146,7 @@ def error_from_rpc(method: str, error: grpc.RpcError) -> RpcRefused | Unanswered
     """What a failed call says: a refusal with its details, or that there was no answer."""
     call: Any = error
     code = call.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    text = (call.details() if isinstance(error, grpc.Call) else "") or str(error)
+    text = (call.details() if isinstance(error, grpc.Call) else "") or "without a word of details"
     details = _details(error)
     info = error_details_pb2.ErrorInfo()
     failure = common_pb2.Failure()

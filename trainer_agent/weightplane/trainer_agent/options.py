@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -10,7 +11,21 @@ from typing import Any
 from weightplane.v1 import common_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
-__all__ = ["FailurePolicy", "PublishOptions"]
+__all__ = ["FailurePolicy", "PublishOptions", "checked_step"]
+
+
+def checked_step(step: Any) -> int:
+    """A trainer step as the contract carries it. ``TypeError`` or ``ValueError`` for what is none: protobuf would take
+    ``None`` for 0."""
+    try:
+        number = operator.index(step) if not isinstance(step, bool) else None
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"step: expected the trainer's step, an integer, found {step!r}")
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"step: expected a number of 64 bits, found {number}")
+    return number
 
 
 class FailurePolicy(StrEnum):

@@ -31,7 +31,7 @@ from weightplane.v1 import update_pb2
 from .collective import default_incarnation
 from .errors import ForkedProcessError, PublisherClosed, UpdateFailed
 from .hold import Hold, HoldSettings
-from .options import PublishOptions
+from .options import PublishOptions, checked_step
 from .produced import NOTHING_QUEUED, Produced
 from .publishing import Publishing
 from .receipt import PublishReceipt
@@ -47,11 +47,12 @@ class PublishHandle:
     """A publish under way in its own thread. Any thread; ``await handle`` gives the receipt as well.
 
     ``source_free`` is set once the source's tensors may change: every replica has read everything, or the publish
-    failed and nothing reads any more.
+    failed and nothing reads any more. ``opened``: whether an update was opened for it, known once it is over.
     """
 
     def __init__(self, *, is_async: bool = True) -> None:
         self.is_async = is_async
+        self.opened = False
         self.source_free = threading.Event()
         self._free: Future[None] = Future()
         self._future: Future[PublishReceipt] = Future()
@@ -185,6 +186,7 @@ class Publisher:
         ``OutcomeUnknown`` if it could not be learnt) naming each replica and reason, or what the source raised. Ctrl-C
         aborts the update, then goes on as usual.
         """
+        step = checked_step(step)
         handle = PublishHandle(is_async=False)
         options = self._begin(handle, overrides)
         try:
@@ -200,6 +202,7 @@ class Publisher:
         the source is held for a second attempt, and ``source_free`` comes at the end; under a group's RETRY it comes
         early and there is no second attempt after it.
         """
+        step = checked_step(step)
         handle = PublishHandle()
         options = self._begin(handle, overrides, wait=False)
         device = torch.cuda.current_device() if self._uses_cuda() else None
@@ -335,7 +338,10 @@ class Publisher:
             hold_source=self.hold_source,
         )
         try:
-            receipt = work.run()
+            try:
+                receipt = work.run()
+            finally:
+                handle.opened = work.opened
         except UpdateFailed as e:
             self._stale += 1
             if not work.goes_stale(e, self._stale - 1):

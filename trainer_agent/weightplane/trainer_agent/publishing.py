@@ -43,6 +43,11 @@ _POLICIES = {
 _MISTAKES = frozenset({Reason.INVALID_ARGUMENT, Reason.REQUEST_ID_REUSED, Reason.PEER_RANK_FAILED})
 
 
+def _silence(error: BaseException) -> Unanswered | None:
+    """The cause to show: that nobody answered. A refusal's own text says all there is."""
+    return error if isinstance(error, Unanswered) else None
+
+
 class _Opened(Exception):
     """Another rank opened the update while this one was binding."""
 
@@ -71,6 +76,7 @@ class Publishing:
         self._stop, self._source_free = stop, source_free
         self._held = True  # the source is as it was when the publish began
         self._began = time.monotonic()
+        self.opened = False  # an update, by any attempt
         self._retries = 0  # attempts beyond the first
 
     def run(self) -> PublishReceipt:
@@ -139,7 +145,7 @@ class Publishing:
             hold.announce(manifest, self._source, deadline, stop)
         except BaseException as e:
             self._tell_others(request_id, e)
-            raise self._typed(e) from None
+            raise self._typed(e) from _silence(e)
         for round_ in range(_ROUNDS):
             attempt = Attempt(
                 hold.rank(),
@@ -163,6 +169,8 @@ class Publishing:
                 if e.refused and round_ + 1 < _ROUNDS and self._mend(e.failure, manifest):
                     continue
                 raise
+            finally:
+                self.opened = self.opened or bool(attempt.update_id)
             total = time.monotonic() - (self._began if self._retries else started)
             mirrored = attempt.transfer.mirrored if attempt.transfer is not None else (0, 0.0)
             nbytes, retries = attempt.nbytes, self._retries
@@ -194,7 +202,7 @@ class Publishing:
             if e.failure.reason is not Reason.UPDATE_IN_PROGRESS:
                 raise self._typed(e) from None
         except Unanswered as e:
-            raise self._typed(e) from None
+            raise self._typed(e) from e
         finally:
             timer.cancel()
             hold.listen(attempt.notice, attempt.stop)

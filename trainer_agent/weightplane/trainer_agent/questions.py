@@ -11,9 +11,11 @@ from weightplane.v1 import fleet_pb2, update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
 from .client import Client
-from .errors import CallRefused, PublishError, RpcRefused, Unanswered
+from .errors import CallRefused, CoordinatorUnreachable, PublishError, RpcRefused, Unanswered
 
 __all__ = ["Questions"]
+
+_LOOK_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,15 @@ class Questions:
 
     def wait_for_replicas(self, count: int, deadline: float, check: Callable[[], None]) -> tuple[str, ...]:
         """See ``Publisher.wait_for_replicas``; ``check`` may raise meanwhile."""
+        replicas: dict[str, str] | None = None
         while True:
-            replicas = {info.replica_id: _not_ready(info) for info in self._replicas(deadline)}
+            try:
+                # The last look has time of its own: what is left of the caller's may be too little for any answer.
+                seen = self._replicas(max(deadline, time.monotonic() + _LOOK_S))
+                replicas = {info.replica_id: _not_ready(info) for info in seen}
+            except CoordinatorUnreachable:
+                if replicas is None or time.monotonic() < deadline:
+                    raise
             ready = sorted(r for r, why in replicas.items() if not why)
             if len(ready) >= count:
                 return tuple(ready)

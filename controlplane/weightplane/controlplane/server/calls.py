@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -117,9 +117,20 @@ async def _fail(method: str, context: _Context, error: BaseException) -> None:
     """End a call with what went wrong: refusals as they are, the unexpected as INTERNAL with a number to ask for."""
     if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError, KeyboardInterrupt, SystemExit)):
         raise error
+    if isinstance(error, grpc.aio.InternalError):  # a message could not be sent: nobody is there to be told
+        _gone(method, error)
     if not isinstance(error, Refused):
         number = secrets.token_hex(6)
         log.error("unexpected error %s in %s", number, method, exc_info=error, extra={"correlation_id": number})
         error = Refused(Failure(Reason.INTERNAL, f"unexpected error {number}: the server's log has the details"))
     status = rpc_status.to_status(status_of(error))
-    await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+    try:
+        await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+    except grpc.aio.InternalError:
+        _gone(method, error)
+
+
+def _gone(method: str, error: BaseException) -> NoReturn:
+    """The caller's deadline passed, or it went away: what it would have been told is no error of ours."""
+    log.debug("the caller of %s was gone before it heard: %s", method, error)
+    raise asyncio.CancelledError from None  # what gRPC makes of a handler whose caller left while it ran

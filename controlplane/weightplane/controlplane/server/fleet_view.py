@@ -84,7 +84,7 @@ def group_info(state: GroupState, now: float) -> fleet_pb2.GroupInfo:
     )
     if state.open is not None:
         info.open_update.CopyFrom(small(update_info(state, state.open, now)))
-    if state.trainer is not None:
+    if state.trainer is not None and not state.trainer.closed:  # one that gave the group up is not its trainer
         info.trainer.CopyFrom(_trainer_info(state.trainer, now))
     return info
 
@@ -100,10 +100,10 @@ def _trainer_info(t: Trainer, now: float) -> fleet_pb2.TrainerInfo:
 
 
 def _trainer_liveness(t: Trainer, now: float) -> Liveness:
-    """LIVE: every rank's lease lives. SUSPECT: some ranks'. LOST: none, or the hold was given up."""
+    """LIVE: every rank's lease lives. SUSPECT: some ranks'. LOST: none."""
     ranks: list[Rank] = list(t.ranks.values())
     alive = sum(rank_lives(r, now) for r in ranks)
-    if t.closed or not alive:
+    if not alive:
         return Liveness.LOST
     return Liveness.LIVE if alive >= t.world_size else Liveness.SUSPECT
 
