@@ -238,14 +238,16 @@ class Operations:
         failpoints.hit("replica.check.before")
         want, engine = t.want, self._engine
         manifest = self._manifest(t)
+        t.manifest = manifest
         quick = engine.glance()
-        t.manifest, t.layout = manifest, engine.layout() if quick is None else quick
+        said: Description | None = self._described.get((manifest.id, quick)) if quick is not None else None
+        t.layout = quick if quick is not None and said is not None else engine.layout()
         if t.layout != self._layout:  # what is known of the old memory would keep it
             self._layout = t.layout
             self._shares.clear()
             self._live.clear()
         key = (manifest.id, t.layout)
-        said: Description | None = self._described.get(key)
+        said = said or self._described.get(key)
         if said is None:
             said = engine.describe(manifest, self.members)
             failure = said.failure(self._replica_id)
@@ -269,7 +271,7 @@ class Operations:
         failpoints.hit("replica.check.after")
         self._steps += 1
         self._emit(core.Checked(t.update_id))
-        if quick is not None and engine.layout() != quick:  # nothing is armed before this thread is done here
+        if t.layout == quick and engine.layout() != quick:  # nothing is armed before this thread is done here
             text = "a live tensor has another name, shape, stride or dtype than at the last update: publish again"
             raise Refusal(Failure(Reason.PLACEMENT_MISMATCH, text, self._replica_id))
 
