@@ -144,8 +144,8 @@ def load(run: Run) -> None:
     stage.report.add(note)
 
 
-def transport(name: str) -> Callable[[Run], None]:
-    """Full cycles over one transport."""
+def transport(name: str, smaller: int = 0) -> Callable[[Run], None]:
+    """Full cycles over one transport, and in place once more with ``smaller`` buckets (which take less memory)."""
 
     def case(run: Run) -> None:
         stage, group = run.stage, f"over-{name}"
@@ -155,6 +155,10 @@ def transport(name: str) -> Callable[[Run], None]:
         try:
             stage.call(run.trainer, "open", 60.0, address=stage.plane.address, group=group, transport=name)
             rounds(run, name, "ours", run.trainer)
+            if smaller:
+                again = {"group": group, "transport": name, "bucket_bytes": smaller}
+                stage.call(run.trainer, "open", 60.0, address=stage.plane.address, **again)
+                rounds(run, f"{name}@{smaller >> 20}MiB", "ours", run.trainer, modes=("in_place",))
             stage.report.note(name, tokens=stage.call("ours", "generate", tokens=8))
             stage.call(run.trainer, "close")
         finally:

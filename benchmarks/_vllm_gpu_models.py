@@ -149,7 +149,7 @@ def to_log() -> None:
 
 
 def environment(log: Path, device: str, cards: str) -> dict[str, str]:
-    """Of every process that runs vLLM. ``cards``: the GPUs it sees, its own first."""
+    """Of every process that runs vLLM. ``cards``: the GPUs it sees, its own first; or ``0|1``: a core per instance."""
     found = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -164,5 +164,5 @@ def environment(log: Path, device: str, cards: str) -> dict[str, str]:
     if device != "cpu":
         found["CUDA_VISIBLE_DEVICES"] = cards
     else:
-        found["VLLM_CPU_OMP_THREADS_BIND"] = "0"
+        found["VLLM_CPU_OMP_THREADS_BIND"] = cards if "|" in cards else "0"
     return {**found, "WEIGHTPLANE_BENCH_LOG": str(log)}

@@ -69,7 +69,7 @@ def begin(run: Run, wanted: Sequence[str], instances: int) -> None:
         model, method = ("two", "fp8") if stage.cuda else ("tiny", None)
         guarded(run, "quantised", lambda r: more.prepare_quantised(r, model, method))
     if "experts" in names:
-        stage.engine("experts", "async", cards="0,1")
+        stage.engine("experts", "async", cards="0,1" if stage.cuda or instances < 2 else "0|1")
         parallel = {"data_parallel_size": instances} if instances > 1 else {}
         told = engine_options(run, _experts(stage), enable_expert_parallel=instances > 1, **parallel)
         stage.tell("experts", "start", **told)
@@ -130,7 +130,7 @@ def main(words: Sequence[str] | None = None) -> int:
     instances = args.instances or (2 if cuda else 1)
     made: dict[str, Callable[[Run], None]] = {
         "load": cases.load,
-        "cuda_ipc": cases.transport(over[0]),
+        "cuda_ipc": cases.transport(over[0], 256 << 20),
         "nccl": cases.transport(over[1]),
         "native": cases.native,
         "kill": more.kill,

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +25,9 @@ from weightplane.transports.base import ChannelAborted
 from weightplane.transports.buckets import SinkSpans
 from weightplane.transports.digest import memory_of
 from weightplane.transports.dtypes import dtype_of
+
+if TYPE_CHECKING:
+    from .landing import Landing
 
 __all__ = ["Stream", "StreamWorker", "loaded_names", "window_bytes"]
 
@@ -56,13 +60,15 @@ def loaded_names(manifest: Manifest, taken: Set[str]) -> Callable[[int], list[st
 class Stream:
     """Whole tensors on their way to vLLM's loaders: one thread gives, one takes. ``abort`` from any thread.
 
-    ``window``: bytes that may wait here; who gives more waits, a single larger tensor passes alone. ``device``: the
-    model's. A tensor given is complete there for every stream; its memory comes back once the takers' stream read it.
+    ``window``: bytes that may wait here; who gives more waits, a single larger tensor passes alone. With ``copies``
+    who takes gets a copy of each tensor, made on its thread: ``wait_copied`` says when the giver has its memory back;
+    there is no window then.
     """
 
-    def __init__(self, window: int, device: torch.device | None = None) -> None:
-        self.window, self.device = window, device or torch.device("cpu")
-        self.lies_on = torch.device("cpu")
+    def __init__(self, window: int) -> None:
+        self.window, self.copies = window, False
+        self.given = self.copied = 0
+        self._read: Any = None  # recorded after the newest copy, where copies are made by a card
         self.taken = 0  # tensors that the loaders were given: from the first on, live memory may hold a mix
         self.deadline = float("inf")
         self._cond = threading.Condition()
@@ -72,10 +78,6 @@ class Stream:
         self._why = ""
 
     # --- who gives
-
-    def waits_on(self, device: torch.device) -> None:
-        """Where tensors are made: memory that the channel can write."""
-        self.lies_on = device
 
     def wait_entered(self, timeout: float) -> None:
         """Until vLLM's main thread is here. ``EngineError`` if it does not come."""
@@ -89,7 +91,7 @@ class Stream:
         """Hand over a tensor; waits while the loaders are behind. Raises why nobody takes it any more."""
         size = tensor.numel() * tensor.element_size()
         with self._cond:
-            while self._waiting and self._waiting + size > self.window and not (self._why or self._over):
+            while self._is_full(size) and not (self._why or self._over):
                 left = self.deadline - time.monotonic()
                 if left <= 0:
                     raise EngineError(f"vLLM's loaders did not take {name!r} before the deadline", [name])
@@ -99,8 +101,26 @@ class Stream:
             if self._over:
                 raise EngineError(f"vLLM's loaders take nothing more; {name!r} was given too late", [name])
             self._queue.append((name, tensor))
+            self.given += 1
             self._waiting += size
             self._cond.notify_all()
+
+    def _is_full(self, size: int) -> bool:
+        return bool(self._waiting) and self._waiting + size > self.window and not self.copies
+
+    def wait_copied(self, count: int) -> None:
+        """Until the first ``count`` tensors given were copied, on the card too. Raises why that does not come."""
+        with self._cond:
+            while self.copied < count and not (self._why or self._over):
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    raise EngineError("vLLM's loaders did not take what was received before the deadline")
+                self._cond.wait(min(left, 3600.0))
+            if self._why:
+                raise ChannelAborted(self._why)
+            read = self._read
+        if count and read is not None:
+            read.synchronize()
 
     def end(self) -> None:
         """Everything was given."""
@@ -162,9 +182,20 @@ class Stream:
                 self._waiting -= tensor.numel() * tensor.element_size()
                 self.taken += 1
                 self._cond.notify_all()
-            if tensor.is_cuda:  # made on the giver's stream: not used again before this one is done with it
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            if self.copies:
+                tensor = self._copy(tensor)
             yield name, tensor
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.clone()
+        read = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if read is not None:
+            read.record(torch.cuda.current_stream(tensor.device))
+        with self._cond:
+            self.copied += 1
+            self._read = read
+            self._cond.notify_all()
+        return made
 
 
 @dataclass
@@ -174,6 +205,7 @@ class StreamWorker(Worker):
     ledger: Ledger
     stream: Stream
     names: Callable[[int], list[str]]  # by manifest index of a root: what the loaders take of its bytes
+    landing: Landing | None = field(default=None, kw_only=True)  # where tensors are made; else in fresh host memory
     _open: dict[int, tuple[torch.Tensor, Box]] = field(default_factory=dict, kw_only=True)
     _left: dict[int, int] = field(default_factory=dict, kw_only=True)
 
@@ -181,12 +213,11 @@ class StreamWorker(Worker):
         """See ``Worker``."""
         plan, manifest = self.share.plan, self.share.manifest
         roots = list(dict.fromkeys(plan.regions[s.region].tensor for s in bucket.segments))
-        for i in roots:
-            if i not in self._open:
-                t = manifest.tensors[i]
-                tensor = torch.empty(t.shape, dtype=dtype_of(t.dtype), device=self.stream.lies_on)
-                self._open[i] = (tensor, full_box(t.shape))
-                self._left[i] = tensor.numel() * tensor.element_size()
+        begin = [i for i in roots if i not in self._open]
+        made = self._make(bucket, begin)
+        for i in begin:
+            self._open[i] = (made[i], full_box(manifest.tensors[i].shape))
+            self._left[i] = manifest.tensors[i].nbytes
         sink = SinkSpans(plan, manifest, self.member, self._open)
         spans = sink.spans(bucket)
         self.channel.receive(bucket, spans)
@@ -194,19 +225,33 @@ class StreamWorker(Worker):
         self.ledger.feed(bucket, spans, [memory_of(s) if s.device.type == "cpu" else None for s in spans])
         for s in bucket.segments:
             self._left[plan.regions[s.region].tensor] -= s.nbytes
-        for i in roots:
-            if not self._left[i]:
-                tensor, _ = self._open.pop(i)
-                del self._left[i]
-                for name in self.names(i):
-                    self.stream.give(name, tensor)
+        whole = [i for i in roots if not self._left[i]]
+        for i in whole:
+            tensor, _ = self._open.pop(i)
+            del self._left[i]
+            for name in self.names(i):
+                self.stream.give(name, tensor)
+        if self.landing is not None:
+            self.landing.given(self.stream.given, whole)
+
+    def _make(self, bucket: Bucket, begin: list[int]) -> dict[int, torch.Tensor]:
+        plan, manifest = self.share.plan, self.share.manifest
+        if self.landing is None:
+            tensors = manifest.tensors
+            return {i: torch.empty(tensors[i].shape, dtype=dtype_of(tensors[i].dtype)) for i in begin}
+        here = dict.fromkeys(begin, 0)
+        for s in bucket.segments:
+            i = plan.regions[s.region].tensor
+            if i in here:
+                here[i] += s.nbytes
+        return self.landing.place(manifest, begin, here, self.stream)
 
     def finish(self) -> None:
         """Everything came: tensors without elements were in no bucket."""
         for i, t in enumerate(self.share.manifest):
             if 0 in t.shape and self.share.manifest.root(i) == i:
                 for name in self.names(i):
-                    self.stream.give(name, torch.empty(t.shape, dtype=dtype_of(t.dtype), device=self.stream.lies_on))
+                    self.stream.give(name, torch.empty(t.shape, dtype=dtype_of(t.dtype)))
         self.stream.end()
 
     def missing(self) -> list[str]:

@@ -34,6 +34,7 @@ from weightplane.transports import registry
 from weightplane.transports.base import ArmToken, ReceiveChannel, Transport, TransportError
 from weightplane.transports.dtypes import dtype_of
 
+from .landing import Landing
 from .loading import load
 from .stream import Stream, StreamWorker, loaded_names, window_bytes
 from .surveying import checkpoint_bytes, survey
@@ -82,6 +83,7 @@ class WorkerReplica:
         self._channels: dict[str, Channels] = {}
         self._transports: Mapping[str, Transport] = {}  # those that worked here when an agent asked last
         self._opened: dict[tuple[str, str], tuple[Channels, ReceiveChannel]] = {}
+        self._landing = Landing(device) if device.type == "cuda" else None
         self._data = WorkThread("weightplane-data")
         if device.type == "cuda":
             self._data.submit(self._on_card)
@@ -195,7 +197,7 @@ class WorkerReplica:
         u = _Update(m["update_id"], m["version"], manifest)
         if m["in_place"]:
             self._slot = None  # the room is for the tensors on their way
-            u.stream = Stream(window_bytes(manifest, self._most_host), self._device)
+            u.stream = Stream(window_bytes(manifest, self._most_host))
         else:
             self._reserve(manifest)
         self._update = u
@@ -230,12 +232,24 @@ class WorkerReplica:
         base, verify, early = opened.bytes_landed, Verify(m["verify"]), bool(m["as_they_come"])
         kinds = channels.device_kinds(channel.transport)
         if u.stream is not None:
-            u.stream.waits_on(self._device if self._device.type in kinds else torch.device("cpu"))
             share = WorkerPlan(plan, u.manifest, member)
+            landing = self._landing if self._device.type in kinds else None
+            if landing is not None:
+                u.stream.copies = True
+                landing.begin(share)
             ledger = Ledger(share, u.update_id, verify, early)
             names = loaded_names(u.manifest, self._surveys[u.manifest.id].taken)
             u.receiver = StreamWorker(
-                member, self._data, opened, share, base, ledger, u.stream, names, channel_id=channel.channel_id
+                member,
+                self._data,
+                opened,
+                share,
+                base,
+                ledger,
+                u.stream,
+                names,
+                channel_id=channel.channel_id,
+                landing=landing,
             )
             return {}
         assert self._slot is not None
