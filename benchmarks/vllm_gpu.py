@@ -71,7 +71,7 @@ def begin(run: Run, wanted: Sequence[str], instances: int) -> None:
     if "experts" in names:
         stage.engine("experts", "async", cards="0,1" if stage.cuda or instances < 2 else "0|1")
         parallel = {"data_parallel_size": instances} if instances > 1 else {}
-        told = engine_options(run, _experts(stage), enable_expert_parallel=instances > 1, **parallel)
+        told = engine_options(run, _experts(stage), enable_expert_parallel=instances > 1 and stage.cuda, **parallel)
         stage.tell("experts", "start", **told)
 
 
