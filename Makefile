@@ -1,7 +1,7 @@
 # Every target sets up what it needs, from a bare machine with Python >= 3.11 and a package index.
 # Variables: PYTHON  the interpreter that makes the environments
 #            TORCH   the torch requirement, installed before everything else (torch==2.13.0+cpu, a wheel's path, …)
-#            ARGS    extra arguments of test (pytest), demo and bench: make test ARGS='-k core -x'
+#            ARGS    extra arguments of test (pytest), demo and bench: make test ARGS=tests/core
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 ARGS   ?=

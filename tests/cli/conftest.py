@@ -16,7 +16,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     launched = Launched(folder)
     store = f"sqlite:{folder / 'store.db'}"
-    timing = ["--beat", "0.2", "--ttl", "0.8"]
+    timing = ["--beat", "0.5", "--ttl", "3"]
     address = launched.start("plane", "controlplane", "--listen", "127.0.0.1:0", "--store", store, *timing)["address"]
     checkpoint = tiny(folder / "one.safetensors", 1.0)
     launched.start(

@@ -59,6 +59,10 @@ def test_the_advice_converts_a_checkpoint_of_torch(tmp_path: Path) -> None:
 
 def test_replicas_that_an_operator_took_out_are_named_with_what_brings_them_back(site: Site) -> None:
     try:
+        site.json("pin", "a", "-g", GROUP)
+        text = site.run("publish", str(site.checkpoint), "-g", GROUP, "--wait", "3", code=4)
+        assert "still waiting: " in text and text.count("a: it is PINNED") == 2
+        site.json("unpin", "a", "-g", GROUP)
         for verb, back in (("pin", "unpin"), ("drain", "activate")):
             site.json(verb, "a", "-g", GROUP)
             error = site.json("publish", str(site.checkpoint), "-g", GROUP, "--wait", "0", code=4)["error"]
@@ -204,9 +208,10 @@ def test_a_control_plane_that_dies_in_mid_publish_is_what_the_hint_is_about(tmp_
         launched.processes["plane"].kill()
         stdout, stderr = publish.communicate(timeout=40)
         assert publish.returncode in (5, 6), (publish.returncode, stderr)
+        assert "(version 1)" in stderr
         assert "weightplane controlplane" in stderr and f"weightplane updates -g {GROUP}" in stderr
         assert "_MultiThreadedRendezvous" not in stdout + stderr
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 12  # its deadline, and a loaded machine
     finally:
         launched.stop()
 

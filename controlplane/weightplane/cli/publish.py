@@ -27,6 +27,8 @@ from .refusals import Told, check_transport, how_to_convert
 
 __all__ = ["register"]
 
+_SAY_S = 2.0  # what is waited for is said after so long
+
 
 def publish(
     checkpoint: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder of them.", exists=True)],
@@ -71,7 +73,7 @@ def publish(
         ) as publisher:
             if not as_json:
                 err.print(f"waiting up to {wait:g} s for {replicas} replica(s) of group {group}", markup=False)
-            publisher.wait_for_replicas(replicas, timeout=wait)
+            _wait(publisher, replicas, wait, as_json)
             handle = publisher.publish_async(step)
             receipt = _watched(handle, address, group, as_json)
     except KeyboardInterrupt:
@@ -88,6 +90,24 @@ def publish(
         complain(str(error), "", Exit.REFUSED, as_json, "")
     else:
         _show(receipt, as_json)
+
+
+def _wait(publisher: Any, replicas: int, seconds_: float, as_json: bool) -> None:
+    """Wait for the replicas, and say meanwhile what stands in their way (another publish, say)."""
+    from weightplane.trainer_agent.errors import CoordinatorUnreachable
+
+    end, said = time.monotonic() + seconds_, ""
+    while True:
+        left = end - time.monotonic()
+        try:
+            publisher.wait_for_replicas(replicas, timeout=max(0.0, min(_SAY_S, left)))
+            return
+        except (TimeoutError, CoordinatorUnreachable) as error:
+            if left <= _SAY_S:
+                raise
+            if str(error) != said and not as_json:
+                said = str(error)
+                err.print(f"still waiting: {said}", markup=False, soft_wrap=True)
 
 
 def _watched(handle: Any, address: str, group: str, as_json: bool) -> Any:

@@ -83,6 +83,8 @@ class RanksDisagree(Exception):
 class AttemptFailed(Exception):
     """An attempt is over without a commit; what it left behind is cleaned up. Internal."""
 
+    version = 0  # of the update, where nothing more was heard of it
+
     def __init__(
         self, failure: Failure, update: update_pb2.UpdateInfo | None, *, refused: bool = False, update_id: str = ""
     ) -> None:

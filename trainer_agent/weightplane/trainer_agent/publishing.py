@@ -166,6 +166,7 @@ class Publishing:
             try:
                 update = attempt.run(deadline)
             except AttemptFailed as e:
+                e.version = attempt.version
                 if e.refused and round_ + 1 < _ROUNDS and self._mend(e.failure, manifest):
                     continue
                 raise
@@ -244,7 +245,7 @@ class Publishing:
         if e.refused:
             return UpdateRefused(e.failure, update=e.update)
         failures = failures_of(e.update) if e.update is not None else {}
-        return UpdateFailed(e.failure, failures, e.update, update_id=e.update_id)
+        return UpdateFailed(e.failure, failures, e.update, update_id=e.update_id, version=e.version)
 
     def _again(self, e: AttemptFailed, options: PublishOptions) -> PublishOptions | None:
         """The options of a second attempt, equal on all ranks; ``None`` if there is none to be made."""
