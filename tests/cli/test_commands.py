@@ -50,6 +50,13 @@ def test_drain_pin_and_back(site: Site) -> None:
         site.json(verb, "a", "-g", GROUP)  # a repeat is no error
 
 
+def test_an_engine_that_cannot_sleep_says_so_and_to_wake_who_is_awake_is_no_error(site: Site) -> None:
+    said = site.json("sleep", "a", "-g", GROUP, "--level", "2", code=4)
+    assert said["error"]["reason"] == "CAPABILITY" and "has no sleep" in said["error"]["message"]
+    for tags in ((), ("weights",)):
+        assert site.json("wake", "a", *tags, "-g", GROUP)["replicas"][0]["admin"] == "ADMIN_STATE_ACTIVE"
+
+
 def test_what_does_not_exist_is_named_with_what_to_do(site: Site) -> None:
     text = site.run("status", "-g", "nowhere", code=7)
     assert "nowhere" in text and "next:" in text

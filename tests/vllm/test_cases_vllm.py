@@ -1,6 +1,7 @@
 """Cases of ``tests/cases`` about engines, on a real vLLM: right, and failing by name with a planted defect.
 
-The engine runs in this process, so that a defect can be put into the agent's side, the worker's and the control plane.
+Each body becomes a test of its own, ``test_<id>_<what is right>``. The engine runs in this process, so that a defect
+can be put into the agent's side, the worker's and the control plane.
 """
 
 from __future__ import annotations
@@ -332,8 +333,11 @@ def bench(golden: Golden, folders: dict[str, Path], plane: Server) -> Iterator[B
         made.close()
 
 
+globals().update({f"test_{body.__name__}": body for body in CASES.values()})
+
+
 @pytest.fixture
-def whole(bench: Bench) -> Bench:
+def b(bench: Bench) -> Bench:
     """It holds MA and is awake, whatever a case, or its defect, left behind."""
     soon("no update is open", lambda: bench.group.open is None, 60)
     asleep = bench.group.replicas["a"].asleep
@@ -347,15 +351,10 @@ def whole(bench: Bench) -> Bench:
 
 
 @pytest.mark.parametrize("id_", sorted(CASES))
-def test_case(whole: Bench, id_: str) -> None:
-    CASES[id_](whole)
-
-
-@pytest.mark.parametrize("id_", sorted(CASES))
-def test_planted_defect_is_found(whole: Bench, id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_defect_is_found(b: Bench, id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found_by, patch = PLANTS[id_]
     with monkeypatch.context() as m:
         patch(m)
         with pytest.raises(CaseFailed) as caught:
-            CASES[id_](whole)
+            CASES[id_](b)
     assert str(caught.value).startswith(found_by), f"expected {found_by!r} to fail, found {str(caught.value)!r}"

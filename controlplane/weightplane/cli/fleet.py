@@ -14,7 +14,7 @@ from .exits import Exit
 from .output import console, emit_json, err, message_dict, phase_name, reason_name, seconds, short_name, table
 from .reach import reached_by, transports_table
 
-__all__ = ["register"]
+__all__ = ["ReplicaArgument", "print_replicas", "register"]
 
 ReplicaArgument = Annotated[str, typer.Argument(help="The replica's id.")]
 ReplicasArgument = Annotated[list[str] | None, typer.Argument(help="Replica ids; none = all.")]
@@ -165,7 +165,7 @@ def pause(
             mode=PauseMode.Value(name),
         )
         got = c.fleet.PauseGeneration(request, timeout=c.timeout)
-    _print_replicas(list(got.replicas), as_json)
+    print_replicas(list(got.replicas), as_json)
 
 
 def resume(
@@ -180,10 +180,11 @@ def resume(
             request_id=request_id(), group=group, replica_ids=replicas or [], holder="operator"
         )
         got = c.fleet.ResumeGeneration(request, timeout=c.timeout)
-    _print_replicas(list(got.replicas), as_json)
+    print_replicas(list(got.replicas), as_json)
 
 
-def _print_replicas(replicas: list[fleet_pb2.ReplicaInfo], as_json: bool) -> None:
+def print_replicas(replicas: list[fleet_pb2.ReplicaInfo], as_json: bool) -> None:
+    """As a table, or as JSON."""
     if as_json:
         emit_json({"replicas": [message_dict(r) for r in replicas]})
     else:
@@ -209,7 +210,7 @@ def drain(
 ) -> None:
     """Take a replica out of routing and of later updates. Back with: weightplane activate."""
     with connect(address, as_json=as_json, group=group, changes=True) as c:
-        _print_replicas([_one(c, "drain", group, replica)], as_json)
+        print_replicas([_one(c, "drain", group, replica)], as_json)
 
 
 def activate(
@@ -217,7 +218,7 @@ def activate(
 ) -> None:
     """Put a draining or quarantined replica back to work."""
     with connect(address, as_json=as_json, group=group, changes=True) as c:
-        _print_replicas([_one(c, "activate", group, replica)], as_json)
+        print_replicas([_one(c, "activate", group, replica)], as_json)
 
 
 def pin(
@@ -225,7 +226,7 @@ def pin(
 ) -> None:
     """Hold a replica at the version it has, out of updates (for evaluation)."""
     with connect(address, as_json=as_json, group=group, changes=True) as c:
-        _print_replicas([_one(c, "pin", group, replica)], as_json)
+        print_replicas([_one(c, "pin", group, replica)], as_json)
 
 
 def unpin(
@@ -233,7 +234,7 @@ def unpin(
 ) -> None:
     """End a pin; the replica takes part in the next update."""
     with connect(address, as_json=as_json, group=group, changes=True) as c:
-        _print_replicas([_one(c, "unpin", group, replica)], as_json)
+        print_replicas([_one(c, "unpin", group, replica)], as_json)
 
 
 def register(app: typer.Typer) -> None:
