@@ -33,7 +33,7 @@ class _UpdatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdatePha
     UPDATE_PHASE_TRANSFERRING: _UpdatePhase.ValueType  # 2
     """Bytes move."""
     UPDATE_PHASE_VERIFYING: _UpdatePhase.ValueType  # 3
-    """The trainer has sent everything; receipts are compared."""
+    """The trainer has declared everything, and every byte is there; receipts are compared."""
     UPDATE_PHASE_DECIDING: _UpdatePhase.ValueType  # 4
     """The decision is being written."""
     UPDATE_PHASE_COMMITTED: _UpdatePhase.ValueType  # 5
@@ -53,7 +53,7 @@ UPDATE_PHASE_PREPARING: UpdatePhase.ValueType  # 1
 UPDATE_PHASE_TRANSFERRING: UpdatePhase.ValueType  # 2
 """Bytes move."""
 UPDATE_PHASE_VERIFYING: UpdatePhase.ValueType  # 3
-"""The trainer has sent everything; receipts are compared."""
+"""The trainer has declared everything, and every byte is there; receipts are compared."""
 UPDATE_PHASE_DECIDING: UpdatePhase.ValueType  # 4
 """The decision is being written."""
 UPDATE_PHASE_COMMITTED: UpdatePhase.ValueType  # 5

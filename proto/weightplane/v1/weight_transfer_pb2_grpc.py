@@ -157,8 +157,9 @@ class WeightTransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishUpdate(self, request, context):
-        """Everything is sent: verify, decide once, commit on every participant or on none. Every rank calls it; all get the
-        same answer. An aborted update is an ABORTED error whose details name each replica and reason.
+        """Everything is declared and every digest delivered: once every byte is there, verify, decide once, commit on every
+        participant or on none. It may be called while bytes are on the wire. Every rank calls it; all get the same answer.
+        An aborted update is an ABORTED error whose details name each replica and reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,8 +55,9 @@ class WeightTransferServiceStub:
     PutDigests: _grpc.UnaryUnaryMultiCallable[_weight_transfer_pb2.PutDigestsRequest, _weight_transfer_pb2.PutDigestsResponse]
     """Delivers the expected digests of what this rank sends. Safe to repeat."""
     FinishUpdate: _grpc.UnaryUnaryMultiCallable[_weight_transfer_pb2.FinishUpdateRequest, _weight_transfer_pb2.FinishUpdateResponse]
-    """Everything is sent: verify, decide once, commit on every participant or on none. Every rank calls it; all get the
-    same answer. An aborted update is an ABORTED error whose details name each replica and reason.
+    """Everything is declared and every digest delivered: once every byte is there, verify, decide once, commit on every
+    participant or on none. It may be called while bytes are on the wire. Every rank calls it; all get the same answer.
+    An aborted update is an ABORTED error whose details name each replica and reason.
     """
     AbortUpdate: _grpc.UnaryUnaryMultiCallable[_weight_transfer_pb2.AbortUpdateRequest, _weight_transfer_pb2.AbortUpdateResponse]
     """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat."""
@@ -96,8 +97,9 @@ class WeightTransferServiceAsyncStub(WeightTransferServiceStub):
     PutDigests: _aio.UnaryUnaryMultiCallable[_weight_transfer_pb2.PutDigestsRequest, _weight_transfer_pb2.PutDigestsResponse]  # type: ignore[assignment]
     """Delivers the expected digests of what this rank sends. Safe to repeat."""
     FinishUpdate: _aio.UnaryUnaryMultiCallable[_weight_transfer_pb2.FinishUpdateRequest, _weight_transfer_pb2.FinishUpdateResponse]  # type: ignore[assignment]
-    """Everything is sent: verify, decide once, commit on every participant or on none. Every rank calls it; all get the
-    same answer. An aborted update is an ABORTED error whose details name each replica and reason.
+    """Everything is declared and every digest delivered: once every byte is there, verify, decide once, commit on every
+    participant or on none. It may be called while bytes are on the wire. Every rank calls it; all get the same answer.
+    An aborted update is an ABORTED error whose details name each replica and reason.
     """
     AbortUpdate: _aio.UnaryUnaryMultiCallable[_weight_transfer_pb2.AbortUpdateRequest, _weight_transfer_pb2.AbortUpdateResponse]  # type: ignore[assignment]
     """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat."""
@@ -182,8 +184,9 @@ class WeightTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_transfer_pb2.FinishUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_transfer_pb2.FinishUpdateResponse, _abc.Awaitable[_weight_transfer_pb2.FinishUpdateResponse]]:
-        """Everything is sent: verify, decide once, commit on every participant or on none. Every rank calls it; all get the
-        same answer. An aborted update is an ABORTED error whose details name each replica and reason.
+        """Everything is declared and every digest delivered: once every byte is there, verify, decide once, commit on every
+        participant or on none. It may be called while bytes are on the wire. Every rank calls it; all get the same answer.
+        An aborted update is an ABORTED error whose details name each replica and reason.
         """
 
     @_abc_1.abstractmethod
