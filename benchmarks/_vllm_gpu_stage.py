@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import signal
-import threading
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,6 @@ from typing import Any
 from benchmarks._common import Report
 from benchmarks._process import MemberFailed, Process
 from benchmarks._vllm_gpu_models import environment
-from weightplane.controlplane.core.model import Config
-from weightplane.controlplane.server.app import Running, ServerConfig, serve
-from weightplane.controlplane.store.memory import Disk, MemoryStore
 
 __all__ = ["CaseReport", "NotHere", "Plane", "Stage"]
 
@@ -49,27 +46,20 @@ class CaseReport(Report):
 
 
 class Plane:
-    """A control plane in a thread of this process, with the product's own leases."""
+    """A control plane in a process of its own."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="plane", daemon=True).start()
-
-        async def up() -> Running:
-            return await serve(ServerConfig(MemoryStore(Disk()), "127.0.0.1:0", Config()))
-
-        self._running = asyncio.run_coroutine_threadsafe(up(), self._loop).result(30)
-        self.address = self._running.address
+        command = [sys.executable, str(_HERE / "_vllm_gpu_plane.py")]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
+        if not self.address:
+            raise RuntimeError(f"the control plane ended with status {self._process.wait()}")
 
     def close(self) -> None:
-        """Stop it."""
-
-        async def down() -> None:
-            await self._running.stop()
-
-        with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(down(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """End it."""
+        self._process.kill()
+        self._process.wait()
 
 
 class Stage:
