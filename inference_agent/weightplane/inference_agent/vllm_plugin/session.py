@@ -63,7 +63,7 @@ class WorkerSession:
     def __init__(self, worker: WorkerReplica, path: str, hello: Hello) -> None:
         self._worker, self._path, self._hello = worker, path, hello
         self._link: Link | None = None
-        self._ended = threading.Event()
+        self._ended, self._met = threading.Event(), threading.Event()
 
     def start(self) -> WorkerSession:
         """Dial the agent's socket. ``RuntimeError`` says why that does not work."""
@@ -83,6 +83,7 @@ class WorkerSession:
         self._worker.on_state = self._tell_state
         for name, run in (("session", self._run), ("landed", self._tell_landed)):
             threading.Thread(target=run, name=f"weightplane-{name}", daemon=True).start()
+        self._met.wait(_CONNECT_S)  # whoever made us dial may count on it: the agent knows of us
         return self
 
     def stop(self) -> None:
@@ -113,8 +114,11 @@ class WorkerSession:
         assert self._link is not None
         try:
             while True:
-                self._take(self._link.receive())
+                message = self._link.receive()
+                self._met.set()
+                self._take(message)
         except LinkLost as e:
+            self._met.set()
             if not self._ended.is_set():
                 log.warning("weightplane: worker %d lost its agent (pid %d): %s", self._hello.rank, os.getpid(), e)
         self._ended.set()
@@ -122,6 +126,8 @@ class WorkerSession:
         self._worker.submit(self._worker.agent_gone)
 
     def _take(self, m: dict[str, Any]) -> None:
+        if m["do"] == "welcome":
+            return
         if m["do"] == "abort":  # here and now: the data thread may be what is to be freed
             self._worker.abort(m["update_id"], m["reason"])
             return

@@ -1,9 +1,10 @@
 """What an agent and the workers of its engine say to each other over a unix socket: frames of JSON. No torch.
 
 A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON, one object. The worker dials, says ``hello``
-(with the token it was handed) and is asked; every question has an ``id`` and one answer. In between it tells its state
-(``{"tell": "state", …}``) and, while bytes land, how many (``{"tell": "landed", …}``). Both ends are of one release:
-``PROTOCOL`` differs where they are not, and the agent says so.
+(with the token it was handed), is told ``welcome`` once the agent knows of it, and is asked; every question has an
+``id`` and one answer. In between it tells its state (``{"tell": "state", …}``) and, while bytes land, how many
+(``{"tell": "landed", …}``). Both ends are of one release: ``PROTOCOL`` differs where they are not, and the agent says
+so.
 """
 
 from __future__ import annotations

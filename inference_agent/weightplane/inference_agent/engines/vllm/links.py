@@ -184,3 +184,7 @@ class Listener:
             sock.close()
             return
         self._on_hello(token, link, hello)
+        try:
+            link.send({"do": "welcome"})
+        except LinkLost as e:
+            log.debug("worker %d left at once: %s", hello.rank, e)
