@@ -97,7 +97,6 @@ class Trainer:
         lane = Lane(0, self.opened, self.plan, buckets)
         supply = DirectSupply(self.source, [(self.plan, buckets)], replay=hold)
         sending = Sending([lane], manifest, supply, self.digests, Stop())
-        sending.prepare()
         sending.start()
         assert sending.wait(time.monotonic() + 20)
         self.lanes = sending.lanes
@@ -431,7 +430,6 @@ def test_what_was_queued_is_waited_for_and_is_nothing_on_the_host() -> None:
     supply = DirectSupply(trainer.source, [(trainer.plan, buckets)])
     lane = Lane(0, trainer.opened, trainer.plan, buckets)
     sending = Sending([lane], manifest, supply, None, Stop(), produced=produced)
-    sending.prepare()
     sending.start()
     assert sending.wait(time.monotonic() + 20)
     assert Event.seen == ["waited for"] + ["sent"] * len(buckets)

@@ -135,7 +135,9 @@ class Sending:
                 self._beside[lane.number] = hasher
 
     def start(self) -> None:
-        """Start a thread for every lane that has buckets of ours. ``prepare`` comes first."""
+        """Start a thread for every lane that has buckets of ours."""
+        if not self._replays:
+            self.prepare()
         for lane in self.lanes:
             if not lane.ended:
                 thread = threading.Thread(
