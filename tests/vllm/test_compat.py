@@ -72,9 +72,9 @@ def test_what_is_handed_over_is_found_by_name() -> None:
 
 
 def test_an_unknown_version_is_warned_about_and_a_known_one_is_not() -> None:
-    assert compat.note("0.32.0") == compat.note("0.32.1+cpu") == ""
-    for version in ("0.26.0", "0.33.0", "0.3.2", "1.0", "dev"):
-        assert version in compat.note(version) and "0.32 (CPU)" in compat.note(version)
+    assert compat.note("0.32.0") == compat.note("0.32.1+cpu") == compat.note("0.26.0") == ""
+    for version in ("0.25.1", "0.33.0", "0.3.2", "1.0", "dev"):
+        assert version in compat.note(version) and "0.32 (CPU), 0.26 (GPU)" in compat.note(version)
 
 
 def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 #: Releases that ran, and where. All others are judged by their signatures (``tests/vllm/test_compat.py``).
-RUN: Mapping[str, str] = {"0.32": "CPU"}
+RUN: Mapping[str, str] = {"0.32": "CPU", "0.26": "GPU"}
 
 _RELOAD = "vllm.model_executor.model_loader.reload."
 #: What a load uses of vLLM's, beyond what every engine of vLLM's uses; ``a|b``: one of them.
