@@ -120,12 +120,15 @@ def prepare_quantised(run: Run, model: str, quantization: str | None) -> None:
     stage = run.stage
     stage.call("small", "start", 60.0, model=model, device=run.device())
     more: dict[str, Any] = {"quantization": quantization} if quantization else {}
+    folder = ""
     for name, seed in _SEEDS.items():
         folder = MODELS[model].folder(run.folder / f"{model}-{name}")
         stage.call("small", "save", 60.0, folder=folder, seed=seed)
         told = engine_options(run, model, inside=True, backend="", load_format="auto", model_folder=folder, **more)
         stage.tell(f"fresh-{name}", "start", **told)
-    stage.tell("live", "start", **engine_options(run, model, inside=True, **more))
+    # From the last checkpoint: dummy weights are random in the attention's scales too, which no checkpoint brings.
+    live = engine_options(run, model, inside=True, load_format="auto", model_folder=folder, **more)
+    stage.tell("live", "start", **live)
 
 
 def quantised(model: str, quantization: str | None) -> Any:
