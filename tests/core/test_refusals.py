@@ -12,6 +12,7 @@ import pytest
 
 from tests.core.harness import Agent, Group
 from weightplane.controlplane.core import events, model, replica
+from weightplane.controlplane.core.evolve import replace
 from weightplane.controlplane.core.model import Held, Phase
 from weightplane.controlplane.core.reasons import Failure, Reason
 
@@ -47,7 +48,12 @@ REFUSED_ENDS = [(p, e) for e, where in ENDS.items() for p in PLACES if p not in 
 #: Agents cancel what they drop, so that these ends are rare: shown here, whatever the simulator meets.
 LATE_ENDS = [("DROPPING", e) for e in ("Checked", "Armed", "Received", "Prepared")]
 NO_UPDATE = [("IDLE", "Failed")]
-DIRECT = {("replica", *pair) for pair in (*REFUSED_ENDS, *LATE_ENDS, *NO_UPDATE)}
+#: The simulator's replicas do not sleep: what an order does is shown in ``test_sleeping.py``, what it must not do here.
+SLEEP_ENDS = [(p, "SleepDone") for p in PLACES]
+SLEEP_ORDERS = [(p, e) for p in PHASES for e in ("SetSleep", "SetAwake")]
+DIRECT = {("replica", *pair) for pair in (*REFUSED_ENDS, *LATE_ENDS, *NO_UPDATE, *SLEEP_ENDS)} | {
+    ("group", *pair) for pair in SLEEP_ORDERS
+}
 
 
 def end_of(name: str, update_id: str) -> Any:
@@ -86,6 +92,15 @@ def test_what_ends_while_dropping_neither_votes_nor_reports(place: str, event: s
     assert agent.do(end_of(event, "u1")) == []
     t = agent.s.taking
     assert t is not None and t.dropping and not t.voted
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_end_of_an_order_to_sleep_that_was_not_begun_counts_for_no_order_and_touches_no_update(place: str) -> None:
+    agent = Agent().to(place)
+    before = agent.s
+    agent.do(replica.SleepDone(7, (), before.held))
+    assert agent.s.taking == before.taking and agent.s.held == before.held
+    assert (agent.s.sleep_begun, agent.s.sleep_done, agent.s.asleep) == (0, 0, ())
 
 
 def group_in(phase: str) -> Group:
@@ -157,6 +172,16 @@ def test_calls_out_of_turn_are_refused_by_name(phase: str, kind: type, fields: d
     g = group_in(phase)
     before = g.s
     assert g.failure(g.call(kind, **fields)) is reason
+    assert g.s is before
+
+
+@pytest.mark.parametrize("phase", [p for p in PHASES if p != "NONE"])
+def test_who_takes_part_in_an_update_is_put_to_sleep_and_woken_only_when_that_is_over(phase: str) -> None:
+    g = group_in(phase)
+    able = replace(g.s.replicas["r0"], sleep_levels=(1, 2))
+    g.s = before = replace(g.s, replicas={**g.s.replicas, "r0": able})
+    assert g.failure(g.call(events.SetSleep, replica_id="r0", level=1)) is Reason.WRONG_PHASE
+    assert g.failure(g.call(events.SetAwake, replica_id="r0", tags=())) is Reason.WRONG_PHASE
     assert g.s is before
 
 
