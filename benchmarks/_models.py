@@ -22,7 +22,7 @@ MODELS = (*ON_CPU, *REAL)
 
 
 @dataclass(frozen=True)
-class _Decoder:
+class Decoder:
     """A decoder's dimensions; ``experts`` 0: a dense one, with biases on its projections."""
 
     layers: int
@@ -34,7 +34,7 @@ class _Decoder:
     vocab: int
     experts: int = 0
 
-    def cut(self, by: int) -> _Decoder:
+    def cut(self, by: int) -> Decoder:
         """The same tensors, each width divided."""
         fields = ("hidden", "query", "key_value", "head", "inner", "vocab")
         return replace(self, **{field: getattr(self, field) // by for field in fields})
@@ -66,8 +66,8 @@ class _Decoder:
         yield "post_attention_layernorm.weight", (self.hidden,)
 
 
-_QWEN25_7B = _Decoder(28, 3584, 3584, 512, 128, 18944, 152064)
-_QWEN3_30B_A3B_OF_12_LAYERS = _Decoder(12, 2048, 4096, 512, 128, 768, 151936, experts=128)
+_QWEN25_7B = Decoder(28, 3584, 3584, 512, 128, 18944, 152064)
+_QWEN3_30B_A3B_OF_12_LAYERS = Decoder(12, 2048, 4096, 512, 128, 768, 151936, experts=128)
 _DECODERS = {
     "dense": _QWEN25_7B,
     "moe": _QWEN3_30B_A3B_OF_12_LAYERS,
@@ -75,7 +75,7 @@ _DECODERS = {
     "dense-cpu": _QWEN25_7B.cut(4),
     "moe-cpu": _QWEN3_30B_A3B_OF_12_LAYERS.cut(4),
     # The names and count of Qwen2.5-1.5B, at a third of its width.
-    "transformer": _Decoder(28, 512, 512, 128, 64, 2944, 32064),
+    "transformer": Decoder(28, 512, 512, 128, 64, 2944, 32064),
 }
 
 

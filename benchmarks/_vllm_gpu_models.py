@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks import _models
+from benchmarks._models import Shape
 
 __all__ = ["MODELS", "Decoder", "environment", "options", "to_log"]
 
@@ -64,14 +66,11 @@ class Decoder:
             **(moe if self.experts else {}),
         }
 
-    def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    def tensors(self) -> list[Shape]:
         """Name, dtype, shape of every tensor of the checkpoint, in its order."""
-        yield "model.embed_tokens.weight", "bfloat16", (self.vocab, self.hidden)
-        for i in range(self.layers):
-            for name, shape in self._layer():
-                yield f"model.layers.{i}.{name}", "bfloat16", shape
-        yield "model.norm.weight", "bfloat16", (self.hidden,)
-        yield "lm_head.weight", "bfloat16", (self.vocab, self.hidden)
+        query, kv = self.heads * self.head, self.kv_heads * self.head
+        widths = _models.Decoder(self.layers, self.hidden, query, kv, self.head, self.inner, self.vocab, self.experts)
+        return [(name, "bfloat16", shape) for name, shape in widths.tensors()]
 
     def rows(self) -> dict[str, list[tuple[str, int]]]:
         """By vLLM's fused name: the checkpoint's names and how many rows each has there."""
@@ -80,23 +79,6 @@ class Decoder:
             "qkv_proj": [("q_proj", query), ("k_proj", kv), ("v_proj", kv)],
             "gate_up_proj": [("gate_proj", self.inner), ("up_proj", self.inner)],
         }
-
-    def _layer(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, width in self.rows()["qkv_proj"]:
-            yield f"self_attn.{name}.weight", (width, self.hidden)
-            if not self.experts:
-                yield f"self_attn.{name}.bias", (width,)
-        yield "self_attn.o_proj.weight", (self.hidden, self.heads * self.head)
-        if self.experts:
-            yield "self_attn.q_norm.weight", (self.head,)
-            yield "self_attn.k_norm.weight", (self.head,)
-            yield "mlp.gate.weight", (self.experts, self.hidden)
-        for prefix in [f"mlp.experts.{e}" for e in range(self.experts)] or ["mlp"]:
-            yield f"{prefix}.gate_proj.weight", (self.inner, self.hidden)
-            yield f"{prefix}.up_proj.weight", (self.inner, self.hidden)
-            yield f"{prefix}.down_proj.weight", (self.hidden, self.inner)
-        yield "input_layernorm.weight", (self.hidden,)
-        yield "post_attention_layernorm.weight", (self.hidden,)
 
     def folder(self, at: Path) -> str:
         """Write the config there."""

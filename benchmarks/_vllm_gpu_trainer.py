@@ -49,7 +49,7 @@ class Trainer:
         self._device = torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self.module = module_of(list(MODELS[model].tensors()), device)
+        self.module = module_of(MODELS[model].tensors(), device)
         self.randomise(0)
         return sum(p.numel() * p.element_size() for p in self.module.parameters())
 

@@ -7,6 +7,7 @@
 #   bash benchmarks/gpu_host.sh buckets      the same across, by bucket size, without digests, 3 samples
 #   bash benchmarks/gpu_host.sh updates      benchmarks/updates.py across and on one
 #   bash benchmarks/gpu_host.sh digests      benchmarks/digests.py: hashes, the mirror of host transports, a staged apply
+#   bash benchmarks/gpu_host.sh timeline     one update of each kind, step by step across the processes (_timeline.py)
 #   bash benchmarks/gpu_host.sh many         transports and updates to three receivers (four GPUs)
 #   bash benchmarks/gpu_host.sh vllm         benchmarks/vllm_gpu.py with the vLLM in VLLM_SITE (README: how it gets there)
 #   bash benchmarks/gpu_host.sh none         unpacks what was carried, for later calls
@@ -108,6 +109,20 @@ digests() {
   bench digests digests.py ${DIGESTS:-}
 }
 
+# One file for each kind; UPDATES as for updates.
+timeline() {
+  local model layout notes
+  for model in dense moe; do
+    for layout in across colocated; do
+      notes=$(mktemp -d)
+      WEIGHTPLANE_TIMELINE=$notes timeout -k 10 "$PART_S" "$PYTHON" benchmarks/updates.py --device cuda --quick \
+        --transport cuda_ipc --mode in_place --verify default --model $model \
+        $([ $layout = across ] || echo --colocated) ${UPDATES:-} 2>&1 | tee -a "$OUT/log.txt"
+      "$PYTHON" benchmarks/_timeline.py "$notes" 0.03 >"$OUT/timeline-$model-$layout.txt"
+    done
+  done
+}
+
 many() {
   bench wires-many transports.py --device cuda --receivers 1 --receivers 3 --model dense ${WIRES:-}
   bench updates-many updates.py --device cuda --replicas 3 --mode in_place --model dense ${UPDATES:-}
@@ -129,8 +144,8 @@ vllm() {
 
 for part in "${@:-setup}"; do
   case $part in
-    setup | tests | wires | buckets | updates | digests | many | vllm) $part ;;
+    setup | tests | wires | buckets | updates | digests | timeline | many | vllm) $part ;;
     none) ;;
-    *) echo "no part $part: setup, tests, wires, buckets, updates, digests, many, vllm" >&2; exit 2 ;;
+    *) echo "no part $part: setup, tests, wires, buckets, updates, digests, timeline, many, vllm" >&2; exit 2 ;;
   esac
 done
