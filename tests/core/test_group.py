@@ -180,6 +180,24 @@ def test_a_finish_called_while_bytes_move_is_decided_once_the_last_receiver_has_
     assert g.s.open.phase is Phase.COMMITTED
 
 
+@pytest.mark.parametrize("when", [Phase.DECIDING, Phase.COMMITTED, None])
+def test_a_trainer_that_gives_up_an_update_after_its_decision_is_bound_to_other_channels(when: Phase | None) -> None:
+    """It aborted its side of them before it could know."""
+    g = Group().fleet().to(when or Phase.COMMITTED)
+    if when is None:
+        g.applied()
+    g.call(events.AbortUpdate, update_id="u1", message="a peer left")
+    if when is Phase.DECIDING:
+        g.do(events.Stored(g.written[-1].write_id, True))
+    if when is not None:
+        g.applied()
+    assert g.s.open is None and g.s.committed.version == 1
+    assert g.failure(g.start("u2")) is Reason.REBIND_REQUIRED
+    g.init(generation=1)
+    g.start("u3")
+    assert g.s.open is not None and g.s.open.update_id == "u3"
+
+
 def test_a_receiver_that_never_gets_its_bytes_is_left_out_at_the_prepare_deadline_if_the_policy_allows() -> None:
     g = Group(replicas=3).fleet().to(Phase.TRANSFERRING, at_least=2, update_timeout_s=10.0)
     g.finish()

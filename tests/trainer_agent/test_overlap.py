@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.inference_agent.server import eventually
 from tests.trainer_agent.fleet import Fleet, fill, fleet, hook, same
 from weightplane.controlplane.core.model import Phase, Weights
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent.errors import UpdateFailed
+from weightplane.transports.base import PeerLost
+from weightplane.transports.shm import ShmSendChannel
 
 SHAPE = (64, 96)
 
@@ -32,13 +34,8 @@ class Model(nn.Module):
 
 
 def finished(f: Fleet) -> Any:
-    """The open update once its trainer has called finish; ``None`` if it did not within ten seconds."""
-    for _ in range(200):
-        u = f.state().open
-        if u is not None and u.finished_ranks:
-            return u
-        time.sleep(0.05)  # another thread's state: nothing to wait on
-    return None
+    """The open update, once its trainer has called finish."""
+    return eventually(lambda: (u := f.state().open) and u.finished_ranks and u, what="finish is called")
 
 
 def test_finish_is_called_while_bytes_move_and_waits_for_the_last_of_them(f: Fleet) -> None:
@@ -55,9 +52,7 @@ def test_finish_is_called_while_bytes_move_and_waits_for_the_last_of_them(f: Fle
 
     with hook("replica.receive.before", late):
         handle = publisher.publish_async(1)
-        u = finished(f)
-        assert u is not None, "finish was not called while a bucket was held up"
-        assert u.phase is Phase.TRANSFERRING and not handle.done()
+        assert finished(f).phase is Phase.TRANSFERRING and not handle.done()
         go.set()
         assert handle.result(20).committed
     assert same(f.engines["r0"], module)
@@ -70,12 +65,35 @@ def test_a_receiver_that_fails_after_finish_was_called_aborts_the_update_by_name
 
     def breaks(n: int) -> None:
         if n == 3:
-            assert finished(f) is not None
+            finished(f)
             raise OSError("the disk is full")
 
     with hook("replica.receive.before", breaks), pytest.raises(UpdateFailed, match="the disk is full"):
         publisher.publish(1)
     fill(module, 2)
+    assert publisher.publish(2).committed
+    assert same(f.engines["r0"], module)
+
+
+def test_a_sender_that_fails_after_the_decision_hears_that_it_committed(
+    f: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receivers had every byte, voted, and the fleet decided, before it lost sight of one."""
+    f.replica("r0", TorchModuleEngine(Model()))
+    module = Model()
+    publisher = f.publisher(module, verify="off")
+    fill(module, 1)
+    real = ShmSendChannel.flush
+
+    def loses(channel: ShmSendChannel) -> None:
+        real(channel)
+        eventually(lambda: f.state().committed.version == 1, what="the decision")
+        raise PeerLost("'r0/0' left", peers=("r0/0",))
+
+    monkeypatch.setattr(ShmSendChannel, "flush", loses)
+    receipt = publisher.publish(1)
+    assert receipt.committed and receipt.version == 1 and receipt.ready == ("r0",)
+    monkeypatch.undo()
     assert publisher.publish(2).committed
     assert same(f.engines["r0"], module)
 

@@ -167,6 +167,7 @@ class WeightTransferServiceServicer(object):
 
     def AbortUpdate(self, request, context):
         """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat.
+        Of a decided update it changes nothing, but that the trainer must bind again: it has aborted its channels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

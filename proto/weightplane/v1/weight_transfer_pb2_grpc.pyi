@@ -60,7 +60,9 @@ class WeightTransferServiceStub:
     An aborted update is an ABORTED error whose details name each replica and reason.
     """
     AbortUpdate: _grpc.UnaryUnaryMultiCallable[_weight_transfer_pb2.AbortUpdateRequest, _weight_transfer_pb2.AbortUpdateResponse]
-    """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat."""
+    """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat.
+    Of a decided update it changes nothing, but that the trainer must bind again: it has aborted its channels.
+    """
     CloseTransfer: _grpc.UnaryUnaryMultiCallable[_weight_transfer_pb2.CloseTransferRequest, _weight_transfer_pb2.CloseTransferResponse]
     """Gives up the trainer's hold. Its open update is aborted. Safe to repeat."""
     GetUpdate: _grpc.UnaryUnaryMultiCallable[_weight_transfer_pb2.GetUpdateRequest, _weight_transfer_pb2.GetUpdateResponse]
@@ -102,7 +104,9 @@ class WeightTransferServiceAsyncStub(WeightTransferServiceStub):
     An aborted update is an ABORTED error whose details name each replica and reason.
     """
     AbortUpdate: _aio.UnaryUnaryMultiCallable[_weight_transfer_pb2.AbortUpdateRequest, _weight_transfer_pb2.AbortUpdateResponse]  # type: ignore[assignment]
-    """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat."""
+    """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat.
+    Of a decided update it changes nothing, but that the trainer must bind again: it has aborted its channels.
+    """
     CloseTransfer: _aio.UnaryUnaryMultiCallable[_weight_transfer_pb2.CloseTransferRequest, _weight_transfer_pb2.CloseTransferResponse]  # type: ignore[assignment]
     """Gives up the trainer's hold. Its open update is aborted. Safe to repeat."""
     GetUpdate: _aio.UnaryUnaryMultiCallable[_weight_transfer_pb2.GetUpdateRequest, _weight_transfer_pb2.GetUpdateResponse]  # type: ignore[assignment]
@@ -195,7 +199,9 @@ class WeightTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_transfer_pb2.AbortUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_transfer_pb2.AbortUpdateResponse, _abc.Awaitable[_weight_transfer_pb2.AbortUpdateResponse]]:
-        """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat."""
+        """Aborts an undecided update. Answers once members are drained or listed as unquiesced. Safe to repeat.
+        Of a decided update it changes nothing, but that the trainer must bind again: it has aborted its channels.
+        """
 
     @_abc_1.abstractmethod
     def CloseTransfer(

@@ -111,6 +111,7 @@ def _close(tx: Tx, u: Update) -> None:
     """An update is over: history, counters, answers, and whoever waited for it."""
     from . import updates
 
+    given_up = any(w.what == "abort" for w in u.waiters)
     u = replace(u, closed=True, ended_at=tx.now)
     for w in u.waiters:
         failure = u.failure if u.phase is Phase.ABORTED and w.what == "finish" else None
@@ -137,7 +138,7 @@ def _close(tx: Tx, u: Update) -> None:
             r = replace(r, weights=derive_weights(tx.state, r, False))
         tx.put_replica(r)
     t = tx.state.trainer
-    broken = any(p.unquiesced or p.gone or p.excluded for p in u.parts.values()) or u.phase is Phase.ABORTED
+    broken = any(p.unquiesced or p.gone or p.excluded for p in u.parts.values()) or u.phase is Phase.ABORTED or given_up
     if t is not None and t.generation == u.generation and broken and u.calls:
         tx.put_trainer(replace(t, channels=()))  # what the dead could still touch is never used again (rule 9)
     tx.write("close", u)
@@ -145,6 +146,15 @@ def _close(tx: Tx, u: Update) -> None:
     tx.push_trainers(u.update_id)
     tx.say(f"update {u.update_id} is over: {u.phase}", u.update_id)
     updates.pump(tx)
+
+
+def abandoned(tx: Tx, u: Update, generation: int) -> None:
+    """The trainer gives up an update that is decided and over: it has aborted its channels, so bind it to others."""
+    t = tx.state.trainer
+    if t is None or not t.generation == generation == u.generation or u.phase is not Phase.COMMITTED:
+        return
+    if not {c.channel_id for c in t.channels}.isdisjoint(u.channels):
+        tx.put_trainer(replace(t, channels=()))
 
 
 def step_down(tx: Tx, message: str) -> None:

@@ -510,6 +510,7 @@ def abort(tx: Tx, e: AbortUpdate) -> None:
         tx.say(f"AbortUpdate refused: {failure}")
         return
     if u.closed:
+        ending.abandoned(tx, u, e.generation)
         tx.reply(e.call_id, None, u.update_id)
         tx.quietly("AbortUpdate of an update that is over")
         return
