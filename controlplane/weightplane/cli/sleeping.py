@@ -25,7 +25,7 @@ def sleep(
     as_json: JsonOption = False,
 ) -> None:
     """Free a replica's device memory. It takes no updates until its weights are awake: weightplane wake."""
-    with connect(address, timeout=_MOST_S, as_json=as_json) as c:
+    with connect(address, timeout=_MOST_S, as_json=as_json, group=group, changes=True) as c:
         request = fleet_pb2.SleepReplicaRequest(request_id=request_id(), group=group, replica_id=replica, level=level)
         got = c.fleet.SleepReplica(request, timeout=c.timeout)
     print_replicas([got.replica], as_json)
@@ -39,7 +39,7 @@ def wake(
     as_json: JsonOption = False,
 ) -> None:
     """Wake a replica, or its weights first: after a sleep of level 2 publish before the rest."""
-    with connect(address, timeout=_MOST_S, as_json=as_json) as c:
+    with connect(address, timeout=_MOST_S, as_json=as_json, group=group, changes=True) as c:
         request = fleet_pb2.WakeReplicaRequest(
             request_id=request_id(), group=group, replica_id=replica, tags=tags or []
         )
