@@ -1,9 +1,11 @@
 # Every target sets up what it needs, from a bare machine with Python >= 3.11 and a package index.
 # Variables: PYTHON  the interpreter that makes the environments
 #            TORCH   the torch requirement, installed before everything else (torch==2.13.0+cpu, a wheel's path, …)
+#            JOBS    processes that share the files of test, then one for what is marked alone; 0: one for all
 #            ARGS    extra arguments of test (pytest), demo and bench: make test ARGS=tests/core
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+JOBS   ?= 0
 ARGS   ?=
 
 VENV       := .venv
@@ -18,7 +20,7 @@ TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf '%s' '$(TORCH)' | cksum
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # `make proto test` means in that order
-.PHONY: help venv proto proto-check proto-baseline lint format test test-vllm demo demo-vllm bench clean
+.PHONY: help venv proto proto-check proto-baseline lint format clients-cpp test test-vllm demo demo-vllm fuzz chaos chaos-vllm soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,12 +93,29 @@ $(VENV)/.nixl: tools/test-nixl.txt $(VENV)/.stamp
 	@$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps -r $<
 	@touch $@
 
-test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl ## run the tests
-	$(VENV)/bin/python -m pytest $(ARGS)
+# What clients/node needs; where there is no npm, or it cannot install that, its tests are skipped.
+NODE := $(if $(shell command -v npm),clients/node/node_modules/.stamp)
+clients/node/node_modules/.stamp: clients/node/package-lock.json
+	@cd clients/node && npm ci --ignore-scripts --silent && touch node_modules/.stamp || echo 'clients/node: npm could not install what it needs'
 
-# Without vLLM its tests skip; here that is an error.
+clients-cpp: ## build the C++ client into .build-cpp (as root: installs Debian's packages for it)
+	@clients/cpp/build.sh
+
+# Two parts with JOBS: both are run and either fails the target. pytest ends with 5 where it selects nothing, and one
+# part may be empty (ARGS=tests/core), not both.
+test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl $(NODE) clients-cpp ## run the tests (JOBS=2: with two processes)
+ifeq ($(JOBS),0)
+	$(VENV)/bin/python -m pytest $(ARGS)
+else
+	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --part shared $(ARGS); shared=$$?; \
+	case $$shared in 0|1|5) ;; *) exit $$shared ;; esac; \
+	echo "== marked alone"; $(VENV)/bin/python -m pytest --part alone $(ARGS); alone=$$?; \
+	case "$$shared $$alone" in '0 0'|'0 5'|'5 0') ;; *) echo "make test: shared part $$shared, alone $$alone"; exit 1 ;; esac
+endif
+
+# Without vLLM its tests skip; here that is an error. Two processes share the files: starting an engine takes one core.
 test-vllm: $(VLLM_VENV)/.stamp ## run the tests of the vLLM adapter with a real vLLM on CPU
-	WEIGHTPLANE_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+	WEIGHTPLANE_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/vllm $(ARGS)
 
 demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; leaves demo-report/
 	$(VENV)/bin/weightplane demo $(ARGS)
@@ -104,12 +123,27 @@ demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; le
 demo-vllm: $(VLLM_VENV)/.stamp ## the same with two real vLLM servers on CPU; leaves demo-report/
 	$(VLLM_VENV)/bin/weightplane demo --engine vllm $(ARGS)
 
+fuzz: $(VENV)/.stamp ## send 200,000 mutated messages to each service, and junk to every port (ARGS: --messages, --seed)
+	$(VENV)/bin/python -m tests.security.fuzz $(ARGS)
+
+# All leave JSON in .bench/ and write docs/faults.md from what is there, whatever the exit status.
+FAULTS_MD := $(VENV)/bin/python -m tests.faults.report .bench/chaos.json .bench/chaos-vllm.json .bench/soak.json docs/faults.md
+
+chaos: $(VENV)/.stamp $(VENV)/.nixl ## every fault in every phase on every transport (ARGS: --seed, --minutes, --wires, --only)
+	$(VENV)/bin/python -m tests.faults.chaos $(ARGS); status=$$?; $(FAULTS_MD) && exit $$status
+
+chaos-vllm: $(VLLM_VENV)/.stamp ## the same where one replica is a real vLLM on CPU (ARGS: --wires, --only)
+	$(VLLM_VENV)/bin/python -m tests.faults.vllm $(ARGS); status=$$?; $(FAULTS_MD) && exit $$status
+
+soak: $(VENV)/.stamp ## 2,000 publishes with random faults (ARGS: --publishes, --seed, --every, --minutes)
+	$(VENV)/bin/python -m tests.faults.soak $(ARGS); status=$$?; $(FAULTS_MD) && exit $$status
+
 bench: $(VENV)/.stamp $(VENV)/.nixl ## run the benchmarks; results under .bench/
 	@mkdir -p .bench
 	@set -e; for script in $(BENCHMARKS); do \
 	  echo "== $$script"; $(VENV)/bin/python $$script --json .bench/$$(basename $$script .py).json $(ARGS); done
 
 clean: ## remove the environments and everything generated, stubs excepted
-	rm -rf .venv .venv-proto .venv-vllm .bench build dist demo-report
+	rm -rf .venv .venv-proto .venv-vllm .bench .build-cpp build dist demo-report clients/node/node_modules
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,6 +28,7 @@ from weightplane.trainer_agent.publisher import Publisher
 from weightplane.trainer_agent.sources import ModuleSource
 from weightplane.transports import registry
 from weightplane.transports.dtypes import as_bytes, dtype_of
+from weightplane.transports.retained import Retainer
 
 #: What a receipt says, in seconds.
 PHASES = ("gather", "mirror", "wire", "verify", "decide", "pause", "apply", "total")
@@ -99,11 +100,11 @@ class Trainer(_Holder):
         if self._cuda:
             torch.cuda.synchronize()
 
-    def publish(self, step: int, mode: str, verify: str, look: bool = False) -> dict[str, Any]:
+    def publish(self, step: int, mode: str, verify: str, look: bool = False, **options: Any) -> dict[str, Any]:
         """One update; its receipt, and the seconds that the whole call took. ``look``: note where they go."""
         with self.sampler.look() if look else nullcontext():
             start = time.monotonic()
-            receipt = self._publisher.publish(step, mode=mode, verify=verify)
+            receipt = self._publisher.publish(step, mode=mode, verify=verify, **options)
             took = time.monotonic() - start
         said: dict[str, Any] = {phase: getattr(receipt, f"{phase}_s") for phase in PHASES}
         said["modes"] = sorted({r.mode for r in receipt.replicas})
@@ -131,12 +132,22 @@ class Replica(_Holder):
             self.host = HostLimits(tensors, self._flats, sum(f.numel() for f in self._flats))
         return said
 
-    def open(self, address: str, group: str, replica_id: str, transport: str, staged: bool) -> int:
-        """Join the group; returns the bytes reserved for staging."""
+    def open(
+        self, address: str, group: str, replica_id: str, transport: str, staged: bool, retain: bool = False
+    ) -> int:
+        """Join the group; returns the bytes reserved for staging. ``retain``: keep a copy for those who come late."""
         engine = TorchModuleEngine(self.module, staged=staged)
         if staged and engine.staging_refusal:
             raise RuntimeError(f"no staging: {engine.staging_refusal}")
-        self._agent = InferenceAgent(address, group, replica_id, engine, transports=[transport]).start()
+        self._agent = InferenceAgent(
+            address,
+            group,
+            replica_id,
+            engine,
+            transports=[transport],
+            retain=Retainer() if retain else None,
+            labels={"stays": "yes"},
+        ).start()
         if not self._agent.wait_live(30):
             raise RuntimeError(f"the agent did not get through to {address}: {self._agent.status().error}")
         return engine.staging_bytes

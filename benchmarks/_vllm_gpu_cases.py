@@ -89,6 +89,7 @@ def round_of(run: Run, engine: str, trainer: str, mode: str, at: str = "", model
     if cards is not None:
         cards.begin()
     said: dict[str, Any] = stage.call(trainer, f"{at}publish", 40.0, step=run.seed, mode=mode)
+    said["loads"] = stage.call(engine, "loads")
     on_cards = cards.extra() if cards is not None else []
     after = stage.call(engine, "memory", reset=False)
     pairs = [(b, a) for b, a in zip(before, after, strict=True) if b and a]
@@ -100,6 +101,18 @@ def round_of(run: Run, engine: str, trainer: str, mode: str, at: str = "", model
         raise AssertionError(f"replicas after the publish: {said['replicas']}")
     said["compared"] = compare(run, engine, trainer, model or run.model, at)
     return said
+
+
+def ways(taken: list[dict[str, Any]]) -> dict[str, Any]:
+    """Which way updates were loaded, seconds of the load, the evidence of their receipts."""
+    loads = [load for said in taken for load in said["loads"]]
+    return {
+        "ways": sorted({load["way"] for load in loads}),
+        "why": sorted({load["why"] for load in loads if load["why"]}),
+        "read_back": sorted({bool(load["read_back"]) for load in loads}),
+        "load_s": [round(load["load_s"], 4) for load in loads],
+        "evidence": sorted({r["evidence"] for said in taken for r in said["replicas"]}),
+    }
 
 
 def rounds(run: Run, case: str, engine: str, trainer: str, at: str = "", modes: tuple[str, ...] = _MODES) -> None:
@@ -119,7 +132,8 @@ def rounds(run: Run, case: str, engine: str, trainer: str, at: str = "", modes: 
                 raise
         if not taken:
             continue
-        details = {"mode": mode, "bytes": taken[0]["bytes"], "rounds": len(taken)}
+        details = {"mode": mode, "bytes": taken[0]["bytes"], "rounds": len(taken), **ways(taken)}
+        print(f"{case}/{mode}: {ways(taken)}", flush=True)
         for figure in ("total", "wire", "pause", "apply", "publish"):
             made = Result.of(f"{figure}/{case}/{mode}", "s", [s[figure] for s in taken], details=details)
             report.add(made, quiet=figure not in ("total", "pause"))

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from benchmarks import _timeline
 from benchmarks._process import serve
 from benchmarks._vllm_gpu_models import to_log
 
@@ -83,6 +84,10 @@ class Engine:
         """What the replica holds, and who holds generation back."""
         held = [[h.version, h.update_id] for h in self.engine.held()]
         return {"held": held, "mixed": self.engine.mixed(), "holders": sorted(self.engine.holders())}
+
+    def loads(self) -> list[dict[str, Any]]:
+        """How each worker's newest update was loaded: its way, why not past vLLM's loaders, what was read back."""
+        return [dict(load) for load in self.engine.loads]
 
     # --- what it is asked
 
@@ -261,4 +266,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     to_log()
+    _timeline.install("vllm")
     main()

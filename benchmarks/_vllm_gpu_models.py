@@ -93,6 +93,7 @@ MODELS = {
     "two": Decoder(2, 3584, 28, 4, 128, 18944, 32000),
     "experts": Decoder(4, 1024, 16, 4, 64, 512, 32000, experts=32),
     "tiny": Decoder(3, 128, 4, 2, 32, 256, 512),
+    "tiny-deep": Decoder(28, 128, 4, 2, 32, 256, 512),  # as many tensors as ``dense``
     "tiny-experts": Decoder(2, 128, 4, 2, 32, 64, 512, experts=4),
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
+from benchmarks import _timeline
 from weightplane.controlplane.core.model import Config
 from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
 from weightplane.controlplane.store.memory import Disk, MemoryStore
@@ -22,4 +23,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    _timeline.install("server")
     asyncio.run(main())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from benchmarks import _timeline
 from benchmarks._process import serve
 from benchmarks._update_members import PHASES, module_of
 from benchmarks._vllm_gpu_models import MODELS, to_log
@@ -162,5 +163,6 @@ class Trainer:
 
 if __name__ == "__main__":
     to_log()
+    _timeline.install("trainer")
     serve(Trainer())
     registry.shutdown()

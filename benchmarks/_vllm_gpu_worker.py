@@ -1,18 +1,31 @@
 """What ``vllm_gpu.py`` looks at inside vLLM's workers: every parameter's checksum, and torch's memory on the card.
 
 ``Probe`` is vLLM's ``worker_extension_cls``. The checksums are this benchmark's own, not the digests of the product: a
-trainer makes the same of its tensors.
+trainer makes the same of its tensors. With ``WEIGHTPLANE_BENCH_PLAIN`` set, a CPU's linear layers keep plain weights,
+as a GPU's do.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 __all__ = ["Probe", "checksum", "pieces"]
+
+if "vllm" in sys.modules and os.environ.get("WEIGHTPLANE_TIMELINE"):
+    from benchmarks import _timeline
+
+    _timeline.install("worker")
+
+if os.environ.get("WEIGHTPLANE_BENCH_PLAIN") and "vllm" in sys.modules:
+    import vllm._custom_ops as custom_ops
+
+    custom_ops._supports_onednn = False
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDTH = 8192

@@ -105,10 +105,11 @@ class Agent:
             elif u.calls and r.stage < ag.REPLICA_STAGE_PREPARED and u.all_called:
                 r.stage, r.armed_seq = ag.REPLICA_STAGE_ARMED, u.calls[-1].seq
                 await self.say()
-                await self.receipt(u, d.epoch)
                 r.stage = ag.REPLICA_STAGE_PREPARED
+                r.receipts.append(self.receipt(u))
             if before != (r.update_id, r.stage, r.armed_seq):
                 await self.say()
+                del r.receipts[:]
 
     async def place(self, u: ag.DesiredUpdate) -> None:
         """Say what the worker holds, once per manifest."""
@@ -120,18 +121,14 @@ class Agent:
             )
             await self.stub.PutWorkerPlacement(request, timeout=30)
 
-    async def receipt(self, u: ag.DesiredUpdate, epoch: int) -> None:
-        """Say what arrived: nothing, as planned."""
-        receipt = up.Receipt(
+    def receipt(self, u: ag.DesiredUpdate) -> up.Receipt:
+        """What arrived: nothing, as planned. It goes with the vote, as an agent's does."""
+        return up.Receipt(
             update_id=u.update_id,
             member=f"{self.rid}/0",
             plan_id=u.channels[0].plan_id,
             evidence=cm.EVIDENCE_RECEIVED,
         )
-        request = ag.PutReceiptRequest(
-            group=GROUP, replica_id=self.rid, incarnation="life", epoch=epoch, receipt=receipt
-        )
-        await self.stub.PutReceipt(request, timeout=30)
 
 
 async def main(address: str, count: int, tls: list[str]) -> None:

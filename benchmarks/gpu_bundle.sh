@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-PACKAGES="nccl4py==0.6.0 nixl-cu13==1.5.1 xxhash==4.1.0 grpcio-status==1.85.3 googleapis-common-protos==1.76.0 pytest-asyncio==1.5.0"
+PACKAGES="nccl4py==0.6.0 nixl-cu13==1.5.1 xxhash==4.1.0 grpcio-health-checking==1.85.1 grpcio-status==1.85.3 googleapis-common-protos==1.76.0 pytest-asyncio==1.5.0"
 TAGS=""
 for tag in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux1; do TAGS="$TAGS --platform ${tag}_x86_64"; done
 

@@ -53,7 +53,7 @@ import importlib, sys
 from importlib.metadata import version
 print("python", sys.version.split()[0])
 for module, package in {
-    "torch": "torch", "triton": "triton", "grpc": "grpcio", "google.protobuf": "protobuf", "grpc_status": "grpcio-status",
+    "torch": "torch", "triton": "triton", "grpc": "grpcio", "google.protobuf": "protobuf", "grpc_status": "grpcio-status", "grpc_health": "grpcio-health-checking",
     "xxhash": "xxhash", "typer": "typer", "rich": "rich", "nccl.core": "nccl4py", "nixl_cu13": "nixl-cu13",
     "cuda.bindings": "cuda-bindings", "cuda.core": "cuda-core", "pytest": "pytest", "pytest_asyncio": "pytest-asyncio",
     "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis", "pynvml": "nvidia-ml-py", "matplotlib": "matplotlib",
@@ -70,20 +70,22 @@ P
   nvidia-smi -L; nvidia-smi topo -m
 }
 
-# Cases that look at a card's whole memory, or at the time, have the machine for themselves; the others run side by side.
+# Cases that look at a card's whole memory, or at the time, have the machine for themselves; the others run side by side, those of
+# nccl a few at a time: its kernels wait on a card for each other, and cards take turns between processes. Deaths in nccl run alone.
 tests() {
   echo "== tests"
-  local started=$SECONDS alone="grow or keep_the_device or peak_device or idle or is_short or after_faults"
+  local started=$SECONDS alone="grow or keep_the_device or peak_device or idle or is_short or after_faults or (nccl and (other_side or X06))"
   local common=(-m gpu --run-large -v -p no:cacheprovider --continue-on-collection-errors)
   timeout 120 "$PYTHON" -m pytest "${common[@]}" --collect-only -q -q ${TESTS:-} >"$OUT/collected.txt" 2>&1
   export FAILURES=$OUT/failures.txt
   : >"$OUT/tests.log"
-  for which in "not ($alone)" "$alone"; do
-    local workers=0
-    [ "$which" = "$alone" ] || workers=${WORKERS:-14}
-    timeout -k 10 $((PART_S - SECONDS + started)) "$PYTHON" -m pytest "${common[@]}" -p benchmarks._failures -n "$workers" \
-      -k "$which" --durations 10 ${TESTS:-} 2>&1 | tee -a "$OUT/tests.log" | grep -vE '(PASSED|SKIPPED)' | tail -60
-  done
+  some_of_them() { # WORKERS WHICH
+    timeout -k 10 $((PART_S - SECONDS + started)) "$PYTHON" -m pytest "${common[@]}" -p benchmarks._failures -n "$1" \
+      -k "$2" --durations 10 ${TESTS:-} 2>&1 | tee -a "$OUT/tests.log" | grep -vE '(PASSED|SKIPPED)' | tail -60
+  }
+  some_of_them "${WORKERS:-14}" "not nccl and not ($alone)"
+  some_of_them 5 "nccl and not ($alone)"
+  some_of_them 0 "$alone"
   "$PYTHON" benchmarks/_test_ids.py "$OUT/collected.txt" "$OUT/tests.log" | tee "$OUT/tests.txt"
 }
 

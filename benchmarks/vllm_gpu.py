@@ -105,6 +105,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--cases", default=",".join(ALL), help="default: %(default)s")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     made.add_argument("--tiny", action="store_true", help="a small model")
+    made.add_argument("--deep", action="store_true", help="a small model of as many tensors as the large one")
     made.add_argument("--seconds", type=float, default=240.0, help="for everything; default %(default).0f")
     made.add_argument("--samples", type=int, default=5, help="updates that count, in each mode; default %(default)s")
     made.add_argument("--warm-ups", type=int, default=2)
@@ -124,9 +125,9 @@ def main(words: Sequence[str] | None = None) -> int:
     report = CaseReport("vllm", args.json, cuda=cuda)
     folder = Path(tempfile.mkdtemp(prefix="weightplane-vllm-"))
     stage = Stage(report, args.logs or folder / "logs", args.device, args.seconds)
-    tiny = args.tiny or not cuda
+    model = "tiny-deep" if args.deep else "tiny" if args.tiny or not cuda else "dense"
     over = ("cuda_ipc", "nccl") if cuda else _ON_CPU
-    run = Run(stage, folder, args.samples, args.warm_ups, "tiny" if tiny else "dense", over)
+    run = Run(stage, folder, args.samples, args.warm_ups, model, over)
     instances = args.instances or (2 if cuda else 1)
     made: dict[str, Callable[[Run], None]] = {
         "load": cases.load,

@@ -11,7 +11,10 @@ from typing import Any
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from weightplane.controlplane.core.model import Config
+from weightplane.controlplane.server.app import ServerConfig
 from weightplane.controlplane.server.thread import ControlPlaneThread
+from weightplane.controlplane.store import open_store
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.async_llm import AsyncDriver
@@ -58,7 +61,9 @@ async def main(checkpoint: str, other: str) -> None:
     )
     loop = asyncio.get_running_loop()
     stop, some, spans = asyncio.Event(), asyncio.Event(), list[Any]()
-    with ControlPlaneThread() as plane:
+    # Everything shares one machine here: three seconds of silence (the default) are no sign of death on a busy one.
+    patient = ServerConfig(open_store("memory:"), core=Config(ttl_s=15.0, routing_budget_s=60.0))
+    with ControlPlaneThread(patient) as plane:
         # The engine waits for vLLM, which runs on this loop: so it is made, and ended, on another thread.
         engine = await asyncio.to_thread(VllmEngine, AsyncDriver(llm, loop))
         agent = InferenceAgent(plane.address, "policy", "replica-a", engine)

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 
-from weightplane.controlplane.core.model import CachePolicy
+from weightplane.controlplane.core.model import CachePolicy, Config
+from weightplane.controlplane.server.app import ServerConfig
 from weightplane.controlplane.server.thread import ControlPlaneThread
+from weightplane.controlplane.store import open_store
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.vllm.factory import make
 from weightplane.inference_agent.engines.vllm.rollouts import Rollouts
@@ -45,7 +47,9 @@ def main(checkpoint: str, other: str) -> None:
     cores = sorted(os.sched_getaffinity(0))
     servers = {name: serve(checkpoint, cores[i % len(cores)]) for i, name in enumerate(("replica-a", "replica-b"))}
     try:
-        with ControlPlaneThread() as plane:
+        # Everything shares one machine here: three seconds of silence (the default) are no sign of death on a busy one.
+        patient = ServerConfig(open_store("memory:"), core=Config(ttl_s=15.0, routing_budget_s=60.0))
+        with ControlPlaneThread(patient) as plane:
             # As `weightplane inference-agent --engine vllm` does beside each server; it waits until vLLM answers.
             engines = {name: make(url=url, start_timeout_s=240) for name, (url, _) in servers.items()}
             agents = [InferenceAgent(plane.address, "policy", n, e).start() for n, e in engines.items()]

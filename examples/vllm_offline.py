@@ -10,7 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM  # type: ignore[import-not-found, unused-ignore]
 from vllm import LLM, SamplingParams
 
+from weightplane.controlplane.core.model import Config
+from weightplane.controlplane.server.app import ServerConfig
 from weightplane.controlplane.server.thread import ControlPlaneThread
+from weightplane.controlplane.store import open_store
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.offline import OfflineDriver
@@ -42,7 +45,9 @@ def main(checkpoint: str) -> None:
         picked: torch.Tensor = rows[len(PROMPT) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
         return picked
 
-    with ControlPlaneThread() as plane:
+    # Everything shares one machine here: three seconds of silence (the default) are no sign of death on a busy one.
+    patient = ServerConfig(open_store("memory:"), core=Config(ttl_s=15.0, routing_budget_s=60.0))
+    with ControlPlaneThread(patient) as plane:
         engine = VllmEngine(OfflineDriver(llm))
         agent = InferenceAgent(plane.address, "policy", "replica-a", engine).start()
         with Publisher(plane.address, "policy", ModuleSource(policy)) as publisher:

@@ -1,4 +1,4 @@
-"""Plumbing for the markers gpu and large (pyproject.toml says what they mean) and for Ctrl-C; no fixtures live here."""
+"""Plumbing for the markers gpu, large and alone (see pyproject.toml) and for Ctrl-C; no fixtures live here."""
 
 import signal
 
@@ -11,6 +11,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-large", action="store_true", help="run the tests marked large (many GiB of memory)")
+    parts = ("all", "shared", "alone")
+    parser.addoption("--part", choices=parts, default="all", help="shared: what is not marked alone; alone: what is")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -18,6 +20,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skip(items, "large", "needs many GiB of memory: pass --run-large")
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         skip(items, "gpu", "needs a CUDA device")
+    part = config.getoption("--part")
+    if part != "all":
+        chosen: list[pytest.Item] = []
+        others: list[pytest.Item] = []
+        for item in items:
+            alone = item.get_closest_marker("alone") is not None
+            (chosen if alone is (part == "alone") else others).append(item)
+        config.hook.pytest_deselected(items=others)
+        items[:] = chosen
 
 
 def skip(items: list[pytest.Item], marker: str, reason: str) -> None:

@@ -94,7 +94,7 @@ class Twin(Child):
 
 
 class Twins:
-    """One process serves many tests, one after the other; one that was hurt is replaced."""
+    """One process serves many tests, one after the other; one that was hurt, or still owes an answer, is replaced."""
 
     def __init__(self) -> None:
         self._idle: list[Twin] = []
@@ -109,6 +109,9 @@ class Twins:
         return self._idle.pop(0)
 
     def give(self, twin: Twin) -> None:
+        if twin.unheard:  # its next answer would be taken for another's
+            twin.close()
+            return
         try:
             twin.do("end", 20)
         except Exception:

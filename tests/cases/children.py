@@ -46,6 +46,7 @@ class Child:
             text=True,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.unheard = 0  # orders whose answers nobody has taken
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -58,10 +59,12 @@ class Child:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
+        self.unheard += 1
 
     def heard(self, timeout: float = 60.0) -> dict[str, Any]:
         """Its next answer. ``EOFError``: it died instead; ``queue.Empty``: it said nothing."""
         line = self._lines.get(timeout=timeout)
+        self.unheard -= 1
         if not line:
             raise EOFError(f"the child ended with {self.process.wait()}")
         answer: dict[str, Any] = json.loads(line)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.cases.children import planting
-from weightplane.controlplane.core import ending, group, members, progress, replica, trainers, updates
+from weightplane.controlplane.core import ending, group, members, progress, replica, starting, trainers
 from weightplane.controlplane.core.events import Beat, CallGone, StartUpdate
 from weightplane.controlplane.core.model import NONE_HELD, Admin, Process
 from weightplane.controlplane.core.reasons import Failure, Reason
@@ -141,6 +141,8 @@ def _(m: Patch) -> None:
 @plant("C08", "who sleeps is in no update")
 def _(m: Patch) -> None:
     """Whether a replica sleeps is not asked when an update begins, nor by its engine."""
+    may_join = members.may_join
+    m.setattr(members, "may_join", lambda r, *rest: may_join(dataclasses.replace(r, asleep=()), *rest))
     m.setitem(members._ADMIN_JOINS, Admin.ASLEEP, (True, True))
 
 
@@ -245,7 +247,7 @@ def _(m: Patch) -> None:
 @plant("C24", "of two concurrent starts one is refused")
 def _(m: Patch) -> None:
     """Whether an update is open is looked at before, and not as, another one begins."""
-    start = updates.start
+    start = starting.start
 
     def racing(tx: Any, e: Any) -> None:
         tx.set(open=None)

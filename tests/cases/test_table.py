@@ -79,6 +79,40 @@ def test_every_status_is_a_test_or_a_reason() -> None:
     assert not unclear
 
 
+#: Of these, what a machine without an accelerator can show is a test by id.
+BY_ID = ("control", "process", "memory", "transport", "security")
+#: An answer instead of a test, and why; also beside one that shows a part.
+REASON = re.compile(r"^(deferred|not applicable|open): \w.{20,}")
+
+
+def rows_without_a_test_of_their_own(rows: list[tuple[str, str, str, str]]) -> list[str]:
+    """Rows that name no test with their id in its name, and give no reason."""
+    found = []
+    for id_, kind, _, status in rows:
+        own = [test for _, test in TEST.findall(status) if id_ in test.split("_")]
+        if kind in BY_ID and not own and not REASON.match(status):
+            found.append(id_)
+    return found
+
+
+def test_every_row_of_five_kinds_is_a_test_by_its_id_or_a_reason() -> None:
+    rows = table()
+    assert rows_without_a_test_of_their_own(rows) == []
+    able = {i for i, (kind, _, able) in listed().items() if kind in BY_ID and able == "yes"}
+    assert {r[0] for r in rows} >= able
+    assert [r[0] for r in rows if r[0] in able and not TEST.match(r[3])] == [], "these can be shown here, all of them"
+    critical = [r for r in rows if r[1] == "security" and r[2] == "critical"]
+    assert [r[0] for r in critical] == ["S01", "S03", "S04", "S05"]
+    assert all("planted in `tests/security/test_plants.py::" in r[3] for r in critical)
+
+
+def test_a_row_without_its_test_would_be_found() -> None:
+    rows = table()
+    at = next(n for n, r in enumerate(rows) if r[0] == "C28")
+    for status in ("`tests/cases/test_more.py::test_C36_the_age`", "it works", "open: no", "deferred:"):
+        assert rows_without_a_test_of_their_own([*rows[:at], (*rows[at][:3], status)]) == ["C28"], status
+
+
 def test_every_test_that_is_named_exists() -> None:
     named = {(id_, path, test) for id_, _, _, status in table() for path, test in TEST.findall(status)}
     missing = [n for n in sorted(named) if not (ROOT / n[1]).exists() or n[2] not in functions(n[1])]

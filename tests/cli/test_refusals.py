@@ -110,6 +110,8 @@ def test_a_port_that_is_taken_is_named_with_what_to_do(site: Site) -> None:
     ("args", "word"),
     [
         (["controlplane", "--listen", "0.0.0.0:0", "--store", "memory:"], "--insecure"),
+        (["controlplane", "--probes", "0.0.0.0:0", "--store", "memory:"], "--probes 0.0.0.0:0"),
+        (["controlplane", "--gateway", "0.0.0.0:0", "--store", "memory:"], "--gateway 0.0.0.0:0"),
         (["controlplane", "--log-level", "loud"], "--log-level"),
         (["controlplane", "--listen", "127.0.0.1:99999"], "99999"),
         (["controlplane", "--tokens", "no-such-file"], "no-such-file"),

@@ -48,12 +48,7 @@ REFUSED_ENDS = [(p, e) for e, where in ENDS.items() for p in PLACES if p not in 
 #: Agents cancel what they drop, so that these ends are rare: shown here, whatever the simulator meets.
 LATE_ENDS = [("DROPPING", e) for e in ("Checked", "Armed", "Received", "Prepared")]
 NO_UPDATE = [("IDLE", "Failed")]
-#: The simulator's replicas do not sleep: what an order does is shown in ``test_sleeping.py``, what it must not do here.
-SLEEP_ENDS = [(p, "SleepDone") for p in PLACES]
-SLEEP_ORDERS = [(p, e) for p in PHASES for e in ("SetSleep", "SetAwake")]
-DIRECT = {("replica", *pair) for pair in (*REFUSED_ENDS, *LATE_ENDS, *NO_UPDATE, *SLEEP_ENDS)} | {
-    ("group", *pair) for pair in SLEEP_ORDERS
-}
+DIRECT = {("replica", *pair) for pair in (*REFUSED_ENDS, *LATE_ENDS, *NO_UPDATE)}
 
 
 def end_of(name: str, update_id: str) -> Any:

@@ -257,3 +257,22 @@ def test_another_cluster_numbers_its_orders_anew() -> None:
     assert a.s.asleep == SLEEP_TAGS and a.s.sleep_done == 0
     a.do(replica.SleepDone(3, (), ()))
     assert replica.report_of(a.s).sleep_order == 3 and a.s.asleep == ()
+
+
+def test_who_fell_asleep_by_hand_joins_nothing_whatever_its_administrative_state() -> None:
+    g = bed()
+    g.call(events.SetAdmin, replica_id="r0", admin=Admin.QUARANTINED)
+    g.says(asleep=SLEEP_TAGS)
+    r = g.s.replicas["r0"]
+    assert r.admin is Admin.QUARANTINED and may_join(r, g.now) == "its weights are asleep"
+    g.says(asleep=("kv_cache",))
+    assert not may_join(g.s.replicas["r0"], g.now)
+
+
+def test_who_fell_asleep_by_hand_is_asleep() -> None:
+    g = bed()
+    g.says(asleep=SLEEP_TAGS)
+    r = g.s.replicas["r0"]
+    assert g.r0 == (Admin.ASLEEP, SLEEP_TAGS) and may_join(r, g.now) == "it is ASLEEP" and not routable(g.s, r)[2]
+    g.says(asleep=())
+    assert g.r0 == (Admin.ACTIVE, ())

@@ -151,6 +151,7 @@ def test_the_sample_is_fixed_for_other_languages() -> None:
     assert sampled_regions("u-0123456789abcdef01234567", 64) == sample
 
 
+@pytest.mark.alone
 def test_equal_receivers_are_compared_at_the_speed_of_memory() -> None:
     manifest = Manifest.of(TensorMeta(f"t{i}", "int8", (4,)) for i in range(20_000))
     pieces = full_placement("any", manifest).pieces

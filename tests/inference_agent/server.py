@@ -50,9 +50,14 @@ class Server:
     def run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
-    def state(self, group: str = "g") -> GroupState:
+    @property
+    def running(self) -> Running:
+        """The server that runs now."""
         assert self._running is not None
-        running = self._running
+        return self._running
+
+    def state(self, group: str = "g") -> GroupState:
+        running = self.running
 
         async def look() -> GroupState:
             return running.coordinator.ensure(group).state

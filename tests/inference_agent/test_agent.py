@@ -30,6 +30,7 @@ from weightplane.inference_agent.engines.base import RequestAborted
 from weightplane.inference_agent.engines.conformance import values_for
 from weightplane.inference_agent.engines.sharding import cut, shard_module
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+from weightplane.inference_agent.operations import Operations
 from weightplane.inference_agent.receipts import Sink
 from weightplane.inference_agent.session import SessionStatus
 from weightplane.transports.base import TransportError
@@ -189,6 +190,7 @@ def blocked_in_transfer(pair: Pair, mode: Mode, buckets: int) -> None:
     eventually(lambda: reported() >= 16384 * buckets, what=f"{buckets} buckets are reported as landed")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_C04_an_abort_reaches_a_blocked_receive_and_staged_serves_on(
     plane: Server, stack: ExitStack, transport: str
@@ -239,6 +241,36 @@ def test_in_place_before_the_first_byte_is_not_dirty(plane: Server, stack: ExitS
     pair.trainer.abort()
     eventually(lambda: pair.known.weights is Weights.READY and not pair.engine.holders())
     assert not pair.engine.mixed() and pair.engine.held()[0].version == 1
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_in_place_channels_are_opened_while_the_pause_begins(
+    plane: Server, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    """The pause is in force only after they were: else this waits for ever. What fails there counts where it arms."""
+    pair = Pair(stack, plane, staged=False)
+    pair.publish(1)
+    opened: list[str] = []
+    inner, wait = Operations._open, TorchModuleEngine.wait_paused
+
+    def opens(self: Operations, t: Any) -> None:
+        opened.append(t.update_id)
+        inner(self, t)
+        if len(opened) <= fails:
+            raise TransportError("it does not open")
+
+    def waits(self: TorchModuleEngine, holder: str, timeout: float) -> bool:
+        return bool(opened or holder != "update") and wait(self, holder, timeout)
+
+    monkeypatch.setattr(Operations, "_open", opens)
+    monkeypatch.setattr(TorchModuleEngine, "wait_paused", waits)
+    if fails < 2:
+        assert state_of(pair.publish(2, mode=Mode.IN_PLACE).outcomes[0]) == "READY"
+        assert pair.content() == {2.0} and len(opened) == fails + 1
+    else:
+        assert "does not open" in outcome_of(pair, 2, mode=Mode.IN_PLACE)
+        eventually(lambda: pair.known.weights is Weights.READY and not pair.engine.holders())
+        assert pair.content() == {1.0} and not pair.engine.mixed() and len(opened) == 2
 
 
 def test_a_failing_apply_after_the_decision_leaves_it_committed_and_this_one_dirty(

@@ -31,9 +31,12 @@ class Serving:
         self.model = self.engine.modules[0]
         self.server = GenerateServer(self.engine, served.generator, stop_with=served.stop_with, **options).start()
 
-    def ask(self, path: str, body: object = None, raw: bytes | None = None) -> tuple[int, dict[str, Any]]:
+    def ask(
+        self, path: str, body: object = None, raw: bytes | None = None, **headers: str
+    ) -> tuple[int, dict[str, Any]]:
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://{self.server.address}{path}", data=data)
+        named = {k.replace("_", "-"): v for k, v in headers.items()}
+        request = urllib.request.Request(f"http://{self.server.address}{path}", data=data, headers=named)
         try:
             with urllib.request.urlopen(request, timeout=20) as answer:
                 return answer.status, json.load(answer)
@@ -67,9 +70,11 @@ def serving() -> Iterator[Serving]:
 def test_nothing_is_generated_before_the_first_update_or_while_dirty(serving: Serving) -> None:
     code, said = serving.ask("/generate", BODY)
     assert code == 503 and "no update" in said["error"]
-    assert serving.ask("/routable")[1] == {"routable": False, "reason": "no update has reached this engine yet"}
+    no = {"routable": False, "reason": "no update has reached this engine yet"}
+    assert serving.ask("/routable") == (503, no)
     serving.update(1)
-    assert serving.ask("/generate", BODY)[0] == 200 and serving.ask("/routable")[1]["routable"]
+    assert serving.ask("/generate", BODY)[0] == 200
+    assert serving.ask("/routable") == (200, {"routable": True, "reason": ""})
     serving.engine.spoil("half of update u2 is in memory")
     code, said = serving.ask("/generate", BODY)
     assert code == 503 and said["error"] == "DIRTY: half of update u2 is in memory"
@@ -77,6 +82,19 @@ def test_nothing_is_generated_before_the_first_update_or_while_dirty(serving: Se
     serving.update(3)
     code, said = serving.ask("/generate", BODY)
     assert code == 200 and said["completions"][0]["spans"][0]["version"] == 3
+
+
+def test_a_request_below_its_floor_is_refused_before_a_token_is_made(serving: Serving) -> None:
+    serving.update(4)
+    for floor in ("0", "3", "4"):
+        assert serving.ask("/generate", BODY, weightplane_min_version=floor)[0] == 200
+    code, said = serving.ask("/generate", BODY, weightplane_min_version="5")
+    assert code == 503 and said["error"] == "it holds version 4, below 5"
+    for odd in ("-1", "x", "", "9" * 30):
+        code, said = serving.ask("/generate", BODY, weightplane_min_version=odd)
+        assert code == 400 and "Weightplane-Min-Version" in said["error"], odd
+    serving.update(5)
+    assert serving.ask("/generate", BODY, weightplane_min_version="5")[0] == 200
 
 
 def test_the_control_of_an_experiment_may_generate_unsynced() -> None:

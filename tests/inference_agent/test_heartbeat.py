@@ -17,6 +17,7 @@ from tests.inference_agent.server import Server, eventually, server
 from weightplane.controlplane.core.model import Liveness, Process, Replica
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus
+from weightplane.controlplane.heartbeat_process import Parent
 from weightplane.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 PARENT = """
@@ -87,6 +88,7 @@ def test_a_held_gil_costs_no_lease(control_plane: Server, dial: Dial) -> None:
     assert not helper.alive()
 
 
+@pytest.mark.alone
 def test_stopped_and_dead_parents_are_told_and_never_outlived(control_plane: Server, dial: Dial) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, dial.address], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -106,6 +108,38 @@ def test_stopped_and_dead_parents_are_told_and_never_outlived(control_plane: Ser
     eventually(lambda: replica(control_plane).liveness is Liveness.LOST, 2.5, "the death is told")
     eventually(lambda: not os.path.exists(f"/proc/{helper}"), 2.5, "the helper leaves")
     assert time.monotonic() - killed < 3, "about one second on a quiet machine"
+
+
+def test_one_that_is_on_its_way_out_is_dead_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with a GPU closes its pipes at once and is gone a second or more later."""
+    parent = Parent(os.getpid())
+    monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+    assert parent.alive()
+    letter, born, flags = parent._stat()
+    assert letter == "R" and flags
+    monkeypatch.setattr(parent, "_stat", lambda: ("D", born, flags | 0x4))
+    assert parent.state() == agent_pb2.PROCESS_STATE_RUNNING and not parent.alive()
+
+
+def test_a_parent_that_lost_its_pipe_is_beaten_for_still(control_plane: Server, dial: Dial) -> None:
+    helper = HeartbeatHelper(dial, "g", "r", "life")
+    helper.start()
+    eventually(lambda: helper.status is HelperStatus.LIVE)
+    process = helper._process
+    assert process is not None and process.stdin is not None
+    os.close(process.stdin.fileno())  # as a program does that closes whatever it does not know
+    before = helper.beats
+    eventually(lambda: helper.beats > before + 5, what="it goes on")
+    helper.stop()
+    assert not helper.alive()
+
+
+def test_one_that_is_stopped_at_once_leaves_at_once(dial: Dial) -> None:
+    helper = HeartbeatHelper(dial, "g", "r", "life")
+    helper.start()
+    began = time.monotonic()
+    helper.stop(20)
+    assert time.monotonic() - began < 10 and not helper.alive()
 
 
 def test_it_comes_back_after_a_restart_of_the_coordinator() -> None:

@@ -85,6 +85,7 @@ def test_a_stop_between_updates_keeps_the_incarnation(plane: str) -> None:
         assert known(plane, "stopped").incarnation == said["incarnation"]
 
 
+@pytest.mark.alone
 def test_a_replica_stopped_in_mid_update_is_found_left_out_and_comes_back(plane: str) -> None:
     """SIGSTOP while an update waits on it: aborted within TTL + beat + 1 s; after SIGCONT it takes the next one."""
     model = build_model(CONFIG, 7)
@@ -132,12 +133,15 @@ def aborted(t: Trainer) -> Any:
     return info if info.phase == update_pb2.UPDATE_PHASE_ABORTED else None
 
 
-def test_SIGKILL_is_told_by_the_helper_which_leaves(plane: str) -> None:
+def test_P21_SIGKILL_is_told_by_the_helper_which_leaves_as_every_child_does(plane: str) -> None:
     with program("replica", plane, "killed") as (process, said):
         eventually(lambda: known(plane, "killed").liveness == fleet_pb2.LIVENESS_LIVE)
+        with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
+            children = [int(pid) for pid in f.read().split()]
+        assert said["helper"] in children
         process.kill()
         eventually(lambda: known(plane, "killed").liveness == fleet_pb2.LIVENESS_LOST, 2.5)
-        eventually(lambda: not alive(said["helper"]), 2.5)
+        eventually(lambda: not any(map(alive, children)), 2.5)
 
 
 def test_SIGTERM_says_goodbye_and_exits_0(plane: str) -> None:

@@ -10,7 +10,11 @@ import grpc
 import pytest
 from torch import nn
 
-from tests.inference_agent.server import server
+from tests.inference_agent.server import FAST, eventually, server
+from weightplane.controlplane.core.evolve import replace
+from weightplane.controlplane.core.model import Liveness
+from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.heartbeat import HeartbeatHelper
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.inference_agent.serve import EngineFailed, load_engine
@@ -100,7 +104,7 @@ def test_the_same_trouble_is_told_ever_more_rarely_and_another_at_once(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("weightplane.inference_agent.session.time.monotonic", lambda: now)
-    trouble = _Trouble("r0", "host:1")
+    trouble = _Trouble("r0", Dial("127.0.0.1:1"))
     with caplog.at_level(logging.INFO, "weightplane.inference_agent"):
         for _ in range(1200):  # ten minutes, a dial every half second
             trouble.say(grpc.StatusCode.UNAVAILABLE, "refused")
@@ -112,4 +116,31 @@ def test_the_same_trouble_is_told_ever_more_rarely_and_another_at_once(
         trouble.over()
         trouble.say(grpc.StatusCode.UNAVAILABLE, "refused")
         assert len(caplog.records) == told + 2
-    assert "no control plane answers at host:1" in caplog.records[-1].getMessage()
+    assert "no control plane answers at 127.0.0.1:1" in caplog.records[-1].getMessage()
+
+
+def test_an_agent_keeps_its_lease_while_its_heartbeat_process_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a busy machine that takes longer than a lease has."""
+    caplog.set_level(logging.INFO)
+    start = HeartbeatHelper.start
+    monkeypatch.setattr(HeartbeatHelper, "start", lambda helper: None)
+    monkeypatch.setattr(HeartbeatHelper, "alive", lambda helper: True)
+    config = replace(FAST, beat_s=0.2, ttl_s=1.5)
+    with server(config) as s:
+        agent = InferenceAgent(s.address, "g", "a", TorchModuleEngine(nn.Linear(2, 2))).start()
+        try:
+            eventually(lambda: "a" in s.state().replicas, what="a is here")
+            began = s.state().ticked_at
+            eventually(lambda: s.state().ticked_at > began + 3 * config.ttl_s, 30.0, "three leases have passed")
+            assert s.state().replicas["a"].liveness is Liveness.LIVE and "is SUSPECT" not in caplog.text
+            helper = agent._helper
+            assert helper is not None and helper.silent
+            start(helper)
+            eventually(lambda: not helper.silent, 30.0, "the helper beats")
+            beats = helper.beats
+            eventually(lambda: helper.beats > beats + 2, 30.0, "the helper goes on")
+            assert s.state().replicas["a"].liveness is Liveness.LIVE and "is SUSPECT" not in caplog.text
+        finally:
+            agent.stop(leave=False)

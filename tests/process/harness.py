@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -52,13 +52,13 @@ def http(address: str, path: str, body: dict[str, Any] | None = None, timeout: f
 class Child:
     """One process. It warms up at once and becomes something by ``become``."""
 
-    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, env: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
         self.folder, self.name = folder, "spare"
         log = (folder / f"log-{time.monotonic_ns()}").open("wb")
         self._log = Path(log.name)
         with log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.process.launch", str(folder)],
+                [*prefix, sys.executable, "-m", "tests.process.launch", str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -121,6 +121,12 @@ class Child:
         self.process.kill()
         self.process.wait()
 
+    def end(self, timeout: float = 20.0) -> int:
+        """Let it end by itself, which what reads its standard input does when that ends."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(timeout)
+
     def died(self, timeout: float = 20.0) -> int:
         """Wait for its end; the wait status as ``Popen`` gives it: -9 for SIGKILL."""
         return self.process.wait(timeout)
@@ -157,10 +163,15 @@ class Fleet:
         bucket_bytes: int = 4096,
         env: dict[str, str] | None = None,
         spares: int = 2,
+        beat_s: float = BEAT_S,
+        ttl_s: float = TTL_S,
     ) -> None:
+        self.beat_s, self.ttl_s = beat_s, ttl_s
         self.folder, self.engine, self.options = folder, engine, options
         self.transport, self.bucket_bytes = transport, bucket_bytes
         self._env, self._spares = env or {}, spares
+        self.prefix: tuple[str, ...] = ()  # of each command: what it is run by
+        self.store = folder / "store.db"
         self._warm: list[Child] = []
         self._all: list[Child] = []
         self.address = "127.0.0.1:0"
@@ -173,16 +184,15 @@ class Fleet:
 
     def _take(self, kind: type[Child] = Child) -> Any:
         while len(self._warm) < self._spares + 1:
-            fresh = Trainer(self.folder, self._env)
+            fresh = Trainer(self.folder, self._env, self.prefix)
             self._warm.append(fresh)
             self._all.append(fresh)
         return self._warm.pop(0)
 
     def start_plane(self) -> None:
         child = self._take()
-        store = f"sqlite:{self.folder / 'store.db'}"
-        argv = ["controlplane", "--listen", self.address, "--store", store]
-        argv += ["--beat", str(BEAT_S), "--ttl", str(TTL_S), "--log-level", "info"]
+        argv = ["controlplane", "--listen", self.address, "--store", f"sqlite:{self.store}"]
+        argv += ["--beat", str(self.beat_s), "--ttl", str(self.ttl_s), "--log-level", "info"]
         child.become("plane", [*argv, *self._launched("plane")])
         self.children["plane"] = child
         self.address = child.announced()["address"]
@@ -196,16 +206,22 @@ class Fleet:
         self.await_replica(name)
 
     def begin_replica(
-        self, name: str, *, engine: str = "", options: tuple[str, ...] = (), generate: bool = True
+        self,
+        name: str,
+        *,
+        engine: str = "",
+        options: tuple[str, ...] = (),
+        generate: bool = True,
+        argv: tuple[str, ...] = (),
     ) -> None:
         child = self._take()
-        argv = ["inference-agent", "--address", self.address, "--group", GROUP, "--replica-id", name]
-        argv += ["--engine", engine or self.engine, "--transport", self.transport]
+        words = ["inference-agent", "--address", self.link(name), "--group", GROUP, "--replica-id", name]
+        words += ["--engine", engine or self.engine, "--transport", self.transport, *argv]
         for option in (*self.options, *options):
-            argv += ["--engine-option", option]
+            words += ["--engine-option", option]
         if generate:
-            argv += ["--generate", "127.0.0.1:0"]
-        child.become(name, [*argv, *self._launched(name)])
+            words += ["--generate", "127.0.0.1:0"]
+        child.become(name, [*words, *self._launched(name)])
         self.children[name] = child
 
     def await_replica(self, name: str) -> None:
@@ -222,6 +238,10 @@ class Fleet:
 
         eventually(here, f"{name} is here")
 
+    def link(self, name: str) -> str:
+        """Where this member dials the control plane."""
+        return self.address
+
     def start(self, name: str, argv: list[str]) -> Child:
         child: Child = self._take()
         child.become(name, argv)
@@ -231,7 +251,7 @@ class Fleet:
     def start_trainer(self) -> Trainer:
         child: Trainer = self._take()
         self.trainers += 1
-        argv = ["trainer", self.address, f"trainer-{self.trainers}", self.transport, str(self.bucket_bytes)]
+        argv = ["trainer", self.link("trainer"), f"trainer-{self.trainers}", self.transport, str(self.bucket_bytes)]
         child.become("trainer", argv)
         self.children["trainer"] = child
         return child
@@ -307,7 +327,7 @@ class Fleet:
 
     # --- lifetime
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

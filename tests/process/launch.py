@@ -2,9 +2,10 @@
 
 ``python -m tests.process.launch ARMED``: the first line of standard input is ``{"name": ..., "argv": [...]}``; argv is
 a command line of ``weightplane``, or ``trainer ...``. Failpoints are armed while it runs: ``ARMED/<name>.arm`` holds
-``{"point", "nth", "action"}``; the action is ``kill`` (SIGKILL itself), ``kill:PID`` (another process), ``stop``
-(SIGSTOP itself) or ``raise``.
-The file becomes ``<name>.fired`` when it strikes.
+``{"point", "nth", "action"}``; nth 0 is every hit. An action is one of ``failpoints.perform``, or ``kill:PID`` (another
+process), ``wait`` (until the test removes ``<name>.fired``), ``clock:S`` (``time.time`` jumps) or ``restart`` (the
+engine, behind its agent: ``tests.faults.engine``). The file becomes ``<name>.fired`` when it strikes. The point
+``idle`` is hit all the time where ``WEIGHTPLANE_TEST_IDLE`` is set.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from weightplane.controlplane import failpoints
 
@@ -39,14 +42,46 @@ class Armed:
             if self._id != stat.st_mtime_ns:
                 self._id, self._count = stat.st_mtime_ns, 0
             self._count += 1
-            if self._count != rule["nth"]:
+            if rule["nth"] == 0:
+                self._fired.touch()
+            elif self._count != rule["nth"]:
                 return
-            self._rule.replace(self._fired)
-        verb, _, pid = rule["action"].partition(":")
-        if verb in ("kill", "stop"):
-            os.kill(int(pid) if pid else os.getpid(), signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
-        else:
+            else:
+                self._rule.replace(self._fired)
+        verb, _, argument = rule["action"].partition(":")
+        if verb == "kill" and argument:
+            os.kill(int(argument), signal.SIGKILL)
+        elif verb == "wait":
+            while self._fired.exists():
+                time.sleep(0.005)
+        elif verb == "clock":
+            jump(float(argument))
+        elif verb == "restart":
+            from tests.faults.engine import restart
+
+            restart()
+        elif verb == "raise":
             raise failpoints.FailpointError(f"{point}, armed by the test")
+        else:
+            failpoints.perform(rule["action"], point)
+
+
+def jump(seconds: float) -> None:
+    """What Python knows as the wall clock jumps. gRPC compares it with that of its C core, which cannot be
+    moved for one process: it goes on seeing the true one."""
+    true = SimpleNamespace(**vars(time))
+    now = time.time
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "grpc" and getattr(module, "time", None) is time:
+            vars(module)["time"] = true
+    time.time = lambda: now() + seconds
+
+
+def idle() -> None:
+    """A failpoint for what strikes between updates."""
+    while True:
+        failpoints.hit("idle")
+        time.sleep(0.05)
 
 
 def main() -> None:
@@ -63,6 +98,8 @@ def main() -> None:
         return
     order = json.loads(line)
     failpoints.set_hook(Armed(Path(sys.argv[1]), order["name"]))
+    if os.environ.get("WEIGHTPLANE_TEST_IDLE"):
+        threading.Thread(target=idle, daemon=True).start()
     argv = order["argv"]
     if argv[0] == "trainer":
         from tests.process import trainer

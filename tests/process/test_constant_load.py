@@ -20,7 +20,7 @@ from tests.process.report import TEXTS
 from weightplane.transports.shm import SLOTS
 from weightplane.v1 import fleet_pb2, update_pb2
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 LOCAL, REMOTE = ("r0", "r1"), "r2"
 NAMES = (*LOCAL, REMOTE)

@@ -19,7 +19,7 @@ from tests.cases.wires import WIRES, Wire, param
 from tests.inference_agent.server import FAST
 from tests.trainer_agent.fleet import Fleet, eventually, fleet
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
 DETECTED_S = {"KILL": 0.5, "STOP": FAST.ttl_s + FAST.beat_s}
 #: A second, and what saying so takes; more on the host, where many processes run on few cores.

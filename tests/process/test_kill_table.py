@@ -21,7 +21,7 @@ from tests.process.report import TEXTS, keep, render
 from weightplane.transports.shm import SLOTS
 from weightplane.v1 import update_pb2
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(120)]
 
 NAMES = ("r0", "r1", "r2")
 TOTAL = LAYERS * SIZE * 4

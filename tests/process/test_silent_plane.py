@@ -13,7 +13,7 @@ import pytest
 
 from tests.process.harness import Fleet, eventually
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(120)]
 
 TIMEOUT_S = 3.0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 import threading
 from typing import Any
@@ -99,9 +101,16 @@ class Restless(ModuleSource):
             self.defect = False
 
 
+def _model() -> Any:
+    """``Coded``, or what ``WEIGHTPLANE_TEST_MODEL`` (module:class) names: a module with ``fill(step)``."""
+    module, _, name = os.environ.get("WEIGHTPLANE_TEST_MODEL", "").partition(":")
+    return getattr(importlib.import_module(module), name)() if module else Coded()
+
+
 def main(argv: list[str]) -> None:
-    address, name, transport, bucket_bytes = argv
-    model = Coded()
+    address, name, transport, bucket_bytes, *of_several = argv
+    rank, world, takeover = of_several or ("0", "1", "yes")
+    model = _model()
     source = Restless(model)
     out = sys.stdout
 
@@ -115,7 +124,10 @@ def main(argv: list[str]) -> None:
         trainer_id=name,
         transport=transport,
         bucket_bytes=int(bucket_bytes),
-        takeover=True,
+        rank=int(rank),
+        world_size=int(world),
+        incarnation=name if int(world) > 1 else "",
+        takeover=takeover == "yes",
         update_timeout=20.0,
     ) as publisher:
         for line in sys.stdin:

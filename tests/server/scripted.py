@@ -173,6 +173,7 @@ class Replica:
         self.ended: grpc.aio.AioRpcError | None = None
         self.beats = True
         self.evidence = cm.EVIDENCE_LIVE
+        self.with_vote = True  # its receipts; else they go by PutReceipt, before it
         self.corrupt: set[int] = set()
         self.liars = set(range(workers))  # workers whose digests of those tensors are wrong
         self.welcome = ag.Welcome()
@@ -381,7 +382,7 @@ class Replica:
             request = ag.AgentServiceGetPlanRequest(group=self.group, plan_id=plan_id, page=page)
             return (await self.agent.GetPlan(request, timeout=5)).page
 
-        landed = 0
+        landed, receipts = 0, []
         for w, plan_id in sorted((w, c.plan_id) for c in u.channels for w in c.workers):
             plan = await fetch_plan(partial(get, plan_id=plan_id))
             regions = plan.received_by(f"{self.rid}/{w}")
@@ -396,6 +397,9 @@ class Replica:
                 digests=[digest_of(r) + (r.tensor in self.corrupt and w in self.liars) for r in regions],
                 total=len(regions),
             )
+            if self.with_vote:
+                receipts.append(receipt)
+                continue
             await self.agent.PutReceipt(
                 ag.PutReceiptRequest(
                     group=self.group,
@@ -408,7 +412,8 @@ class Replica:
             )
         await self._hook("prepare", u)
         self._stage = ag.REPLICA_STAGE_PREPARED
-        await self.send_report(armed_seq=u.calls[-1].seq if u.calls else 0, bytes_received=landed)
+        armed_seq = u.calls[-1].seq if u.calls else 0
+        await self.send_report(armed_seq=armed_seq, bytes_received=landed, receipts=receipts)
 
 
 async def _error(stream: Any) -> grpc.aio.AioRpcError:
@@ -584,7 +589,9 @@ async def fleet(
     try:
         await trainer.init(**fields)
         await trainer.put_manifest()
-        hold = asyncio.create_task(_hold(trainer))
+        held = asyncio.Event()
+        hold = asyncio.create_task(_hold(trainer, held))
+        await asyncio.wait_for(held.wait(), 10)  # the lease is the stream's from here on
         yield trainer, agents
     finally:
         if hold is not None:
@@ -595,8 +602,9 @@ async def fleet(
         await trainer.channel.close()
 
 
-async def _hold(trainer: Trainer) -> None:
-    """The lease of a trainer without a Session."""
+async def _hold(trainer: Trainer, held: asyncio.Event | None = None) -> None:
+    """The lease of a trainer without a Session; ``held`` once the control plane counts it."""
     request = wt.WatchUpdateRequest(group=trainer.group, generation=trainer.generation, rank=trainer.rank)
     async for _ in trainer.stub.WatchUpdate(request):
-        pass
+        if held is not None:
+            held.set()

@@ -196,7 +196,7 @@ def test_what_is_in_use_outlives_the_bound() -> None:
 
 async def test_a_plan_without_a_placement_says_whose() -> None:
     with ThreadPoolExecutor(1) as executor:
-        artifacts = Artifacts(executor, Limits(), set)
+        artifacts = Artifacts(executor, Limits(), set, str)
         manifest = Manifest.of([TensorMeta("a", "int8", ())])
         artifacts.manifests.put(manifest.id, manifest)
         event = MakePlan("u", "c", manifest.id, (("rank/0", ""),), (("r/0", "l-0"),), 4096)
@@ -207,7 +207,7 @@ async def test_a_plan_without_a_placement_says_whose() -> None:
 async def test_a_large_fleet_uploads_its_placements_all_at_once() -> None:
     """They come in pages, and no member's pages push another's out."""
     with ThreadPoolExecutor(1) as executor:
-        artifacts = Artifacts(executor, Limits(), set)
+        artifacts = Artifacts(executor, Limits(), set, str)
         manifest = Manifest.of([TensorMeta(name, "int8", (300,)) for name in "ab"])
         artifacts.manifests.put(manifest.id, manifest)
         members = [f"r{i}/0" for i in range(300)]

@@ -510,8 +510,10 @@ def _rank_session(_: World) -> list[ag.SessionRequest]:
     hello = ag.Hello(
         group="g", agent_id="rank/0", incarnation="job-life", trainer=ag.TrainerHello(generation=1), software="s"
     )
+    copy = ag.RetainedCopy(held=cm.HeldVersion(version=5, update_id="u-5"), manifest_id="m-5")
+    said = ag.TrainerReport(retained=copy)
     beat = ag.Heartbeat(sequence=1, process=ag.PROCESS_STATE_STOPPED)
-    return [ag.SessionRequest(hello=hello), ag.SessionRequest(heartbeat=beat)]
+    return [ag.SessionRequest(hello=hello), ag.SessionRequest(trainer=said), ag.SessionRequest(heartbeat=beat)]
 
 
 async def talk(stage: str, script: Callable[[World], list[ag.SessionRequest]]) -> tuple[bool, Outcome]:

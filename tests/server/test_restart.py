@@ -232,6 +232,7 @@ async def test_a_rival_coordinator_fences_this_one_which_then_leads_again() -> N
         assert (await trainer.publish()).version >= 2
 
 
+@pytest.mark.alone
 async def test_a_store_that_hangs_in_the_decision_is_unknown_in_time() -> None:
     store = MemoryStore()
     async with server(ServerConfig(store, core=FAST)) as running, fleet(running.address, 1) as (trainer, _):

@@ -9,136 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import descriptor, message_factory
 
 from tests.server.certificates import HAS_OPENSSL, authority, certificate
-from tests.server.scripted import FAST, reason_of, server
+from tests.server.scripted import reason_of, server
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.server.app import CLIENT_OPTIONS, ServerConfig, serve
-from weightplane.controlplane.server.security import RPC_ROLES, Role, Security, Tls, is_loopback, parse_tokens
+from weightplane.controlplane.server.security import Role, Security, Tls, is_loopback, parse_tokens
 from weightplane.controlplane.store.memory import MemoryStore
-from weightplane.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, weight_transfer_pb2
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 TOKENS = {role: f"{role.value}-{'s3cret' * 4}" for role in Role}
-METHODS: list[descriptor.MethodDescriptor] = [
-    method
-    for file, name in (
-        (weight_transfer_pb2, "WeightTransferService"),
-        (fleet_pb2, "FleetService"),
-        (agent_pb2, "AgentService"),
-    )
-    for method in file.DESCRIPTOR.services_by_name[name].methods
-]
-
-
-def path(method: descriptor.MethodDescriptor) -> str:
-    assert method.containing_service is not None
-    return f"/{method.containing_service.full_name}/{method.name}"
-
-
-def test_the_table_names_every_rpc_and_nothing_else() -> None:
-    assert set(RPC_ROLES) == {path(m) for m in METHODS}
-    assert all(RPC_ROLES.values())
-
-
-async def call(channel: grpc.aio.Channel, method: descriptor.MethodDescriptor, token: str | None) -> str:
-    """Call with an empty request; the reason of the refusal, or OK."""
-    assert method.input_type is not None
-    request = message_factory.GetMessageClass(method.input_type)()
-    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
-    make: Any = {
-        (False, False): channel.unary_unary,
-        (False, True): channel.unary_stream,
-        (True, True): channel.stream_stream,
-    }[method.client_streaming, method.server_streaming]
-    answers = message_factory.GetMessageClass(method.output_type)
-    stub = make(
-        path(method), request_serializer=type(request).SerializeToString, response_deserializer=answers.FromString
-    )
-    try:
-        if method.client_streaming:
-            stream = stub(metadata=metadata, timeout=5)
-            await stream.write(request)
-            await stream.read()
-        elif method.server_streaming:
-            async for _ in stub(request, metadata=metadata, timeout=5):
-                break
-        else:
-            await stub(request, metadata=metadata, timeout=5)
-    except grpc.aio.AioRpcError as e:
-        return reason_of(e)
-    return "OK"
-
-
-async def test_each_rpc_admits_its_roles_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    text = "# who may what\n" + "\n".join(f"{role} {token}" for role, token in TOKENS.items())
-    config = ServerConfig(MemoryStore(), core=FAST, security=Security(tokens=parse_tokens(text)))
-    with caplog.at_level(logging.DEBUG):
-        async with server(config) as running, grpc.aio.insecure_channel(running.address) as channel:
-            for method in METHODS:
-                assert await call(channel, method, None) == "UNAUTHENTICATED", method.name
-                assert await call(channel, method, "x" * 30) == "UNAUTHENTICATED", method.name
-                assert await call(channel, method, TOKENS[Role.VIEWER][:-1]) == "UNAUTHENTICATED", method.name
-                for role in Role:
-                    reason = await call(channel, method, TOKENS[role])
-                    if role in RPC_ROLES[path(method)]:
-                        assert reason not in ("PERMISSION_DENIED", "UNAUTHENTICATED"), (method.name, role)
-                    else:
-                        assert reason == "PERMISSION_DENIED", (method.name, role)
-    assert not any(token in caplog.text for token in TOKENS.values())
-
-
-async def test_finer_rules_within_a_call() -> None:
-    from tests.server.scripted import Trainer
-
-    text = "\n".join(f"{role} {token}" for role, token in TOKENS.items())
-    config = ServerConfig(MemoryStore(), core=FAST, security=Security(tokens=parse_tokens(text)))
-    async with server(config) as running:
-        trainer = Trainer(running.address)
-
-        def bearer(role: Role) -> Any:
-            return [("authorization", f"Bearer {TOKENS[role]}")]
-
-        async def reason(call_: Any) -> str:
-            try:
-                await call_
-            except grpc.aio.AioRpcError as e:
-                return reason_of(e)
-            return "OK"
-
-        group = fleet_pb2.CreateGroupRequest(request_id="1", group="g")
-        await trainer.fleet.CreateGroup(group, timeout=5, metadata=bearer(Role.OPERATOR))
-        abort = weight_transfer_pb2.AbortUpdateRequest(request_id="2", group="g")
-        as_trainer = trainer.stub.AbortUpdate(abort, timeout=5, metadata=bearer(Role.TRAINER))
-        assert await reason(as_trainer) == "PERMISSION_DENIED"
-        pause = fleet_pb2.PauseGenerationRequest(request_id="3", group="g", holder="operator")
-        by_trainer = trainer.fleet.PauseGeneration(pause, timeout=5, metadata=bearer(Role.TRAINER))
-        assert await reason(by_trainer) == "PERMISSION_DENIED"
-        pause.holder, pause.request_id = "trainer", "4"
-        own = trainer.fleet.PauseGeneration(pause, timeout=5, metadata=bearer(Role.TRAINER))
-        assert await reason(own) == "OK"
-        watch = trainer.stub.WatchUpdate(
-            weight_transfer_pb2.WatchUpdateRequest(group="g", generation=1), metadata=bearer(Role.VIEWER)
-        )
-
-        async def first() -> None:
-            async for _ in watch:
-                break
-
-        assert await reason(first()) == "PERMISSION_DENIED"
-        hello = agent_pb2.Hello(
-            group="g", agent_id="rank/0", incarnation="i", trainer=agent_pb2.TrainerHello(generation=1)
-        )
-        from weightplane.v1 import agent_pb2_grpc
-
-        stream = agent_pb2_grpc.AgentServiceStub(trainer.channel).Session(metadata=bearer(Role.INFERENCE))
-        await stream.write(agent_pb2.SessionRequest(hello=hello))
-        assert await reason(stream.read()) == "PERMISSION_DENIED"
-        await trainer.channel.close()
 
 
 @pytest.mark.parametrize(
@@ -154,20 +37,30 @@ async def test_finer_rules_within_a_call() -> None:
         ("10.0.0.1:1", False),
         ("example.com:1", False),
         (":1", False),
+        ("127.0.0.1.example.com:1", False),
+        ("localhost.example.com:1", False),
+        ("[::ffff:10.0.0.1]:1", False),
     ],
 )
 def test_only_loopback_is_open_without_being_asked(
     address: str, loopback: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert is_loopback(address) is loopback
+    tls, tokens = Tls(Path("c"), Path("k")), parse_tokens(f"viewer {'s3cret' * 4}")
     if loopback:
         Security().check(address)
         return
-    with pytest.raises(ValueError, match="not loopback"):
-        Security().check(address)
-    with caplog.at_level(logging.WARNING):
-        Security(insecure=True).check(address)
-    assert "without TLS" in caplog.text
+    for short in (Security(), Security(tokens=tokens), Security(tls=tls)):
+        with pytest.raises(ValueError, match="not loopback"):
+            short.check(address)
+    Security(tls=tls, tokens=tokens).check(address)
+    Security(tls=Tls(Path("c"), Path("k"), Path("ca"))).check(address)
+    assert not caplog.text
+    for loud in (Security(insecure=True), Security(tls=tls, insecure=True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            loud.check(address)
+        assert "INSECURE" in caplog.text
 
 
 async def test_an_open_address_is_refused_before_anything_happens() -> None:
@@ -234,12 +127,15 @@ async def test_tls_with_a_token(tmp_path: Path) -> None:
     async with server(ServerConfig(MemoryStore(), security=security)) as running:
         credentials = grpc.ssl_channel_credentials(ca.read_bytes())
         async with grpc.aio.secure_channel(running.address, credentials) as channel:
-            (method,) = [m for m in METHODS if m.name == "ListGroups"]
-            assert await call(channel, method, TOKENS[Role.VIEWER]) == "OK"
-            assert await call(channel, method, None) == "UNAUTHENTICATED"
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            bearer = [("authorization", f"Bearer {TOKENS[Role.VIEWER]}")]
+            await stub.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=5, metadata=bearer)
+            with pytest.raises(grpc.aio.AioRpcError) as e:
+                await stub.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=5)
+            assert reason_of(e.value) == "UNAUTHENTICATED"
 
 
-async def test_c44_a_client_that_pings_hard_keeps_its_long_call() -> None:
+async def test_C44_a_client_that_pings_hard_keeps_its_long_call() -> None:
     """C44: GOAWAY too_many_pings must not end a long call of a client with keepalive on."""
     from tests.server.scripted import fleet
 

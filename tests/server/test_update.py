@@ -132,6 +132,7 @@ async def test_busy_refuses_waits_or_supersedes() -> None:
         assert (await trainer.get(second.update_id)).failure.reason == cm.REASON_SUPERSEDED
 
 
+@pytest.mark.alone
 async def test_waiting_ends_with_the_callers_own_deadline_and_a_reason() -> None:
     async with server() as running, fleet(running.address, 1) as (trainer, _):
         await trainer.start()
@@ -211,6 +212,7 @@ async def test_an_operator_aborts_whatever_is_open() -> None:
         assert info.update_id == u.update_id and info.failure.reason == cm.REASON_ABORTED_BY_CALLER
 
 
+@pytest.mark.alone
 async def test_a_silent_replica_is_lost_and_named_within_its_lease() -> None:
     async with server() as running, fleet(running.address) as (trainer, replicas):
         u = await trainer.start()
@@ -257,6 +259,7 @@ async def test_a_cancelled_finish_leaves_the_update_to_itself() -> None:
         assert (await trainer.get(u.update_id)).phase == up.UPDATE_PHASE_COMMITTED
 
 
+@pytest.mark.alone
 async def test_an_update_ends_by_its_deadline() -> None:
     async with server() as running, fleet(running.address) as (trainer, replicas):
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from weightplane.controlplane.core import events, model, replica
-from weightplane.controlplane.core.model import NONE_HELD, Held, Mode, PauseMode
+from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Held, Mode, PauseMode
 from weightplane.controlplane.core.reasons import Failure, Reason
 
+from .serving import Copies
 from .world import PIECES, Session, World, short
 
 __all__ = ["Agent", "Engine"]
@@ -17,7 +18,10 @@ BROKEN = Held(-1, "garbage")
 
 
 class Engine:
-    """The processes that hold weights. ``memory`` is what live parameters are; ``labels`` is what workers say."""
+    """The processes that hold weights. ``memory`` is what live parameters are; ``labels`` is what workers say.
+
+    ``asleep``: what is released; ``unseen``: it fell asleep or woke up by hand, and its agent has not noticed yet.
+    """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -32,6 +36,25 @@ class Engine:
         self.labels = [NONE_HELD] * self.workers
         self.ever = {NONE_HELD}
         self.paused: set[str] = set()
+        self.asleep: tuple[str, ...] = ()
+        self.unseen = False
+
+    def sleep(self, level: int) -> None:
+        """Level 2 drops what is in memory, as the workers say."""
+        self.asleep = SLEEP_TAGS
+        self.paused.add("sleep")
+        if level == 2:
+            self.memory = [[BROKEN] * PIECES for _ in range(self.workers)]
+            self.labels = [NONE_HELD] * self.workers
+
+    def wake(self, left: tuple[str, ...]) -> bool:
+        """``left`` sleeps on. Whether it obeyed: nothing generates from weights that are lost."""
+        if not left and self.mixed:
+            return False
+        self.asleep = left
+        if not left:
+            self.paused.discard("sleep")
+        return True
 
     @property
     def generating(self) -> bool:
@@ -72,6 +95,8 @@ class Agent:
         self.disturbed = 0.0  # last time that its network or process was not whole
         self.state = replica.ReplicaState(rid, "")
         self.session: Session | None = None
+        self.levels = (1, 2) if world.rng(f"sleep/{rid}").random() < 0.85 else ()
+        self.copies = Copies(world, rid, self.serves, self.cannot_serve)
         self.boot()
 
     # --- life ---
@@ -83,14 +108,21 @@ class Agent:
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.engine_life = self.engine.life
         self.incarnation = f"{self.rid}#{self.life}"
-        self.state = replica.ReplicaState(self.rid, self.incarnation, workers=self.engine.workers)
+        self.state = replica.ReplicaState(
+            self.rid, self.incarnation, workers=self.engine.workers, asleep=self.engine.asleep
+        )
+        self.engine.unseen = False
+        self.sleeping_until = 0.0
         self.op: Op | None = None
         self.pauses: dict[str, Op] = {}
         self.staging: dict[int, dict[int, Held]] = {}
         self.armed: tuple[str, int, tuple[frozenset[int], ...]] | None = None  # buckets of each worker
         self.armed_for: dict[tuple[str, int], tuple[frozenset[int], ...]] = {}
         self.progress = 0
+        self.wrote = False  # bytes of the update that is being taken reached live memory
+        self.copies.lose()
         self.engine.paused = {"dirty"} if self.engine.mixed else set()
+        self.engine.paused |= {"sleep"} if self.engine.asleep else set()
         self.world.judge.life_began(self)
         self.world.say(self.rid, f"boots as {self.incarnation}, engine life {self.engine.life}")
         self.feed(self.read_engine())
@@ -192,6 +224,23 @@ class Agent:
         if session is self.session:
             self._run(self.life, self.feed, (replica.Desired(want),))
 
+    def serves(self) -> bool:
+        return self.up() and not self.stopped
+
+    def cannot_serve(self, catch_up_id: str) -> None:
+        why = Failure(Reason.TRANSPORT, "another version is retained", self.rid)
+        self.after(0.001, self.feed, replica.ServeFailed(catch_up_id, why))
+
+    def keep(self) -> None:
+        """Retain what the workers hold, or no longer anything."""
+        if self.state.taking is None or self.state.taking.over:
+            held, whole = self.engine.labels[0], not self.engine.mixed and not self.engine.asleep
+            if self.rng.random() < 0.1 or not whole or not held.version or self.engine.life != self.engine_life:
+                self.copies.forget()
+            else:
+                self.copies.take(held)
+            self.feed(replica.Kept(self.copies.says))
+
     def description(self) -> model.Replica:
         workers = tuple(
             model.Worker(i, "host-0", "", tuple(model.Offer(t, b"addr") for t in offered))
@@ -204,6 +253,7 @@ class Agent:
             modes=self.modes,
             pause_modes=(PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT),
             cache_policies=(model.CachePolicy.CLEAR, model.CachePolicy.KEEP),
+            sleep_levels=self.levels,
         )
 
     def beat(self) -> None:
@@ -220,7 +270,11 @@ class Agent:
     def tick(self) -> None:
         self.after(0.25, self.tick)
         self.feed(replica.Tick())
+        self.look()
         self.token()
+        if self.world.faulty and self.copies.rng.random() < 0.01:
+            self.feed(replica.Kept(self.copies.says))
+            self.cannot_serve("k-of-nobody")
 
     def token(self) -> None:
         """One forward pass, if generation runs."""
@@ -249,6 +303,8 @@ class Agent:
             what = short(event) if not isinstance(event, replica.Desired) else wanted(event)
             w.say(self.incarnation, f"{what} -> {reason} {[type(x).__name__ for x in effects]}")
         w.judge.replica_step(self, before, event, after, effects)
+        if isinstance(event, replica.Desired) and after.newest is event.desired:
+            self.copies.told(event.desired.serve)
         for effect in effects:
             self.EFFECTS[type(effect)](self, effect)
         t = after.taking
@@ -262,6 +318,13 @@ class Agent:
             self.after(0.0, lambda: self.feed(self.read_engine()))
         elif r < 0.0225 and t.voted and not t.decision:
             self.after(0.0, self.lose_staging)
+        elif r < 0.035:
+            self.after(0.0, lambda: self.feed(replica.Kept(self.copies.says if r < 0.03 else None)))
+        elif r < 0.045:
+            self.after(0.0, self.cannot_serve, "k-of-nobody")
+        elif r > 0.995:
+            self.after(0.0, self.by_hand, self.rng.choice((1, 2)))
+            self.after(0.0, self.look)
 
     def lose_staging(self) -> None:
         """The engine fails while nothing is asked of it: in doubt, say."""
@@ -289,14 +352,17 @@ class Agent:
     def begin(self, name: str, update_id: str, low: float, high: float, then: Callable[[Op], None]) -> None:
         assert self.op is None, f"{name} while {self.op.name if self.op else ''} runs"
         op = self.op = Op(name, update_id)
-        self.after(self.delay(low, high), self._op, op, then)
+        behind = max(0.0, self.sleeping_until - self.world.now)  # one thing at a time
+        self.after(behind + self.delay(low, high), self._op, op, then)
 
     def _op(self, op: Op, then: Callable[[Op], None]) -> None:
         if op.cancelled:
             return
         if self.engine.life != self.engine_life:
             return  # the workers' connections are gone: nothing ends; the agent is about to notice
-        if self.fails(op.name):
+        if "weights" in self.engine.asleep:
+            self.op_failed(op, Failure(Reason.ENGINE, f"{op.name}: its weights are asleep", self.rid))
+        elif self.fails(op.name):
             self.op_failed(op, Failure(Reason.ENGINE, f"{op.name} failed", self.rid))
         else:
             then(op)
@@ -327,6 +393,7 @@ class Agent:
 
         def done(op: Op) -> None:
             self.op = None
+            self.wrote = False
             self.staging = {}
             self.armed_for = {}
             self.feed(replica.Checked(e.update_id))
@@ -361,12 +428,13 @@ class Agent:
         op = self.op
         t = self.state.taking
         assert op is not None and t is not None
-        if self.fails("wire"):
+        if self.fails("wire") or "weights" in self.engine.asleep:
             self.op_failed(op, Failure(Reason.TRANSPORT, "the peer went away", self.rid))
             return
         if self.fails("corrupt"):
             tag = BROKEN
         if t.want.mode is Mode.IN_PLACE:
+            self.wrote = True
             self.live_write(worker, bucket, tag)
         self.staging.setdefault(worker, {})[bucket] = tag
         self.progress += 1
@@ -414,7 +482,10 @@ class Agent:
             return
         t = self.state.taking
         assert t is not None
-        held = Held(t.want.version, t.want.update_id)
+        if "weights" in self.engine.asleep:  # by hand, between two workers
+            self.op_failed(op, Failure(Reason.ENGINE, "its weights fell asleep", self.rid), dirty=worker > 0)
+            return
+        held = t.held
         if t.want.mode is not Mode.IN_PLACE and not (worker and op.in_part):
             for piece in range(PIECES):
                 self.live_write(worker, piece, self.staging[worker][piece])
@@ -429,6 +500,8 @@ class Agent:
         self.op = None
         self.engine.ever.add(held)
         self.feed(replica.Applied(e_id(op), tuple(self.engine.labels)))
+        if self.copies.keeps:
+            self.after(self.delay(0.001, 0.05), self.keep)
 
     def drop(self, e: replica.Drop) -> None:
         op = self.op
@@ -449,7 +522,7 @@ class Agent:
         self.cancel_op()
         if self.engine.life != self.engine_life:
             return
-        wrote = any(p.update_id in (update_id, "garbage") for m in self.engine.memory for p in m)
+        wrote, self.wrote = self.wrote or any(p == BROKEN for m in self.engine.memory for p in m), False
         self.staging = {}
         self.feed(replica.Drained(update_id, wrote))
 
@@ -475,6 +548,56 @@ class Agent:
             self.feed(replica.Resumed(holder))
             self.token()
 
+    # --- sleep ---
+
+    def sleep(self, e: replica.Sleep) -> None:
+        self.sleeping_until = self.world.now + self.delay(0.001, 0.2)
+        self.after(self.sleeping_until - self.world.now, self._slept, e.order)
+
+    def _slept(self, order: model.SleepOrder) -> None:
+        """An order to sleep or to wake, whichever brings the engine to what it asks for."""
+        engine = self.engine
+        if engine.life != self.engine_life:
+            return
+        now, failure = engine.asleep, None
+        if self.fails("sleep"):
+            failure = Failure(Reason.ENGINE, "the engine does not obey", self.rid)
+        elif set(order.asleep) - set(now):
+            if now:
+                failure = Failure(Reason.ENGINE, "a part of it sleeps", self.rid)
+            else:
+                engine.sleep(order.level)
+        elif set(now) - set(order.asleep) and not engine.wake(order.asleep):
+            failure = Failure(Reason.ENGINE, "its weights are lost", self.rid)
+        engine.unseen = False
+        self.feed(replica.SleepDone(order.order, engine.asleep, tuple(engine.labels), failure, self.lost()))
+        self.token()
+
+    def lost(self) -> Failure | None:
+        return Failure(Reason.ENGINE, "its weights were dropped", self.rid) if self.engine.mixed else None
+
+    def by_hand(self, level: int) -> None:
+        """Somebody else puts the engine to sleep, or (level 0) wakes it up."""
+        engine = self.engine
+        before = engine.asleep
+        if level and not before:
+            engine.sleep(level)
+        elif not level and before:
+            engine.wake(())
+        if engine.asleep != before:
+            engine.unseen = True
+            self.world.say(self.rid, f"by hand: {engine.asleep} is asleep")
+
+    def look(self) -> None:
+        """Sees what was done by hand, unless an order is under way."""
+        s, t, engine = self.state, self.state.taking, self.engine
+        if s.sleep_begun > s.sleep_done or engine.life != self.engine_life:
+            return
+        lost = self.lost() if engine.asleep and (t is None or t.over) else None
+        if engine.asleep != s.asleep or (lost is not None and not s.dirty):
+            engine.unseen = t is not None and not t.over  # what is lost is told once the update is over
+            self.feed(replica.SleepDone(0, engine.asleep, tuple(engine.labels), None, lost))
+
     EFFECTS: dict[type, Callable[[Any, Any], None]] = {
         replica.Check: check,
         replica.Arm: arm,
@@ -483,6 +606,7 @@ class Agent:
         replica.Drop: drop,
         replica.Pause: pause,
         replica.Resume: resume,
+        replica.Sleep: sleep,
         replica.SendReport: lambda self, e: self.send_report(),
     }
 
@@ -497,4 +621,5 @@ def wanted(event: replica.Desired) -> str:
     what = (
         f"{u.update_id} calls={len(u.calls)} all={u.all_called} {u.decision or '-'}" if u is not None else "no update"
     )
-    return f"Desired(e{d.epoch} {what} pauses={[h for h, _ in d.pauses]} res={list(d.resolutions)})"
+    order = f" sleep={d.sleep.order}:{d.sleep.level}{list(d.sleep.asleep)}" if d.sleep is not None else ""
+    return f"Desired(e{d.epoch} {what} pauses={[h for h, _ in d.pauses]} res={list(d.resolutions)}{order})"

@@ -57,6 +57,9 @@ KINDS = {
     "r.suddenly": 3,
     "r.reread": 3,
     "r.leave": 1,
+    "r.fail_sleep": 1,
+    "r.hand_sleep": 2,
+    "r.hand_wake": 2,
     "t.kill": 3,
     "t.partition": 2,
     "t.stop": 2,
@@ -76,6 +79,9 @@ KINDS = {
     "o.quarantine": 1,
     "o.abort": 2,
     "o.policy": 1,
+    "o.sleep": 6,
+    "o.wake_weights": 5,
+    "o.wake": 6,
 }
 
 

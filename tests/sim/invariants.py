@@ -69,11 +69,15 @@ def is_stale(s: GroupState, e: Any) -> bool:
     if isinstance(e, events.ReplicaHello):
         r = s.replicas.get(e.replica.replica_id)
         return r is not None and r.session > e.session
+    if isinstance(e, events.Verified) and e.update_id.startswith("k-"):
+        c = s.catch_ups.get(e.replica_id)
+        return c is None or c.catch_up_id != e.update_id or c.incarnation != e.incarnation
     if isinstance(e, events.Verified):
         part = s.open.parts.get(e.replica_id) if s.open is not None and s.open.update_id == e.update_id else None
         return part is None or part.incarnation != e.incarnation
     if isinstance(e, events.PlanMade):
-        return s.open is None or s.open.update_id != e.update_id
+        known = {c.catch_up_id for c in s.catch_ups.values()}
+        return e.update_id not in known and (s.open is None or s.open.update_id != e.update_id)
     if isinstance(e, events.Stored):
         return e.write_id not in s.writes
     generation = getattr(e, "generation", 0)
@@ -123,6 +127,77 @@ def inv_only_eligible_join(s: GroupState, u: model.Update, now: float) -> None:
         if not fit or r.admin not in (Admin.ACTIVE, Admin.QUARANTINED) or p.replica_id in u.options.exclude:
             why = f"{r.liveness}, {r.admin}, lease until {r.lease_until:.2f} at {now:.2f}, life {r.incarnation}"
             raise Violation("inv_only_eligible_join", f"{p.replica_id} takes part in {u.update_id}: {why}")
+        if "weights" in r.asleep:
+            raise Violation("inv_only_eligible_join", f"{p.replica_id} takes part in {u.update_id} asleep")
+
+
+def inv_sleep_orders(before: GroupState, event: Any, after: GroupState) -> None:
+    """An order to sleep or to wake reaches a replica of that level, alone, never beside an update; from the order to
+    sleep on it is ASLEEP. What would be served awake is whole, and weights come before the rest."""
+    rid = event.replica_id
+    b, a = before.replicas.get(rid), after.replicas.get(rid)
+    if b is None or a is None or a.sleep is b.sleep or a.sleep is None:
+        return
+    u, why = before.open, ""
+    part = u.parts.get(rid) if u is not None else None
+    if b.sleep is not None and b.sleep_done < b.sleep.order:
+        why = f"beside order {b.sleep.order}"
+    elif u is not None and part is not None and part.incarnation == b.incarnation and u.phase is not Phase.ABORTED:
+        why = f"beside {u.update_id}"
+    elif b.pending or b.draining:
+        why = f"while it owes {b.pending or b.draining}"
+    elif isinstance(event, events.SetSleep):
+        if event.level not in b.sleep_levels:
+            why = f"at level {event.level} of {b.sleep_levels}"
+        elif a.admin is not Admin.ASLEEP or set(a.sleep.asleep) != set(model.SLEEP_TAGS):
+            why = f"and is {a.admin}, {a.sleep.asleep} asleep"
+    elif "weights" in a.sleep.asleep:
+        why = "and its weights sleep on"
+    elif not a.sleep.asleep and b.weights is Weights.DIRTY:
+        why = "and what it would serve is lost"
+    if why:
+        raise Violation("inv_sleep_orders", f"{rid} gets {event} {why}")
+
+
+def inv_catch_up(before: GroupState, after: GroupState, receipts: Any) -> None:
+    """A catch-up brings what was committed, is told to commit only what was verified, and is beside no update of its
+    replica; none begins while an update is open; a holder sends to so many at once."""
+    for rid, c in after.catch_ups.items():
+        old = before.catch_ups.get(rid)
+        fresh = old is None or old.catch_up_id != c.catch_up_id
+        why = ""
+        if fresh and (c.target != after.committed or after.open is not None or after.rewinding):
+            why = f"begins with {c.target}, {after.committed} is committed, open: {after.open is not None}"
+        elif fresh and after.unproven:
+            why = f"begins, and nothing proves {c.target}: {after.unproven}"
+        elif c.decision == "COMMIT" and (old is None or not old.decision):
+            got = receipts.get((c.catch_up_id, rid, c.incarnation))
+            if got is None or any(piece != c.target for worker in got for piece in worker):
+                why = f"may commit, and holds {got}"
+        part = after.open.parts.get(rid) if after.open is not None else None
+        if part is not None and part.incarnation == c.incarnation and not part.excluded:
+            why = f"goes on beside {after.open and after.open.update_id}"
+        if why:
+            raise Violation("inv_catch_up", f"{c.catch_up_id} of {rid} {why}")
+    load: dict[str, int] = {}
+    for c in after.catch_ups.values():
+        load[c.holder] = load.get(c.holder, 0) + 1
+    if any(n > after.config.catch_ups_at_once for n in load.values()):
+        raise Violation("inv_catch_up", f"holders send to too many at once: {load}")
+
+
+def inv_proven(s: GroupState, damaged: bool) -> None:
+    """Whoever takes over can prove what is committed, unless what was stored with the decision is damaged: then it says
+    so."""
+    if s.committed.version and bool(s.unproven) != damaged:
+        raise Violation("inv_proven", f"restarted at {s.committed}, damaged: {damaged}, says {s.unproven!r}")
+
+
+def inv_sleep_alone(after: replica.ReplicaState, effects: list[Any]) -> None:
+    """A replica obeys an order to sleep only while it takes no update."""
+    t = after.taking
+    if any(isinstance(e, replica.Sleep) for e in effects) and t is not None and not t.over:
+        raise Violation("inv_sleep_alone", f"{after.incarnation} falls asleep in the middle of {t.want.update_id}")
 
 
 def inv_channels(s: GroupState, u: model.Update) -> None:
@@ -205,11 +280,13 @@ def inv_decided_once(update_id: str, version: int, decided: dict[str, int], abor
 
 
 def inv_commit_after_store(want: desired.DesiredReplica, decided: dict[str, int]) -> None:
-    """Commit is sent only after the store has it."""
+    """Commit is sent only after the store has it; in a catch-up: the version that it brings."""
     u = want.update
-    told = [(u.update_id, u.decision)] if u is not None else []
+    told = [(u.holds.update_id if u.holds is not None else u.update_id, u.decision)] if u is not None else []
+    if u is not None and u.holds is not None and decided.get(u.holds.update_id) != u.version:
+        raise Violation("inv_catch_up", f"{want.replica_id} is caught up to {u.holds}, which was never decided")
     for update_id, outcome in (*told, *want.resolutions):
-        if outcome == "COMMIT" and update_id not in decided:
+        if outcome == "COMMIT" and update_id not in decided and not update_id.startswith("k-"):
             raise Violation("inv_commit_after_store", f"{want.replica_id} is told to commit {update_id}, undecided")
 
 
@@ -311,6 +388,8 @@ def inv_routable(s: GroupState, r: model.Replica, truth: Any, now: float) -> Non
         why = f"and paused by {r.pause_holders}"
     elif r.admin not in (Admin.ACTIVE, Admin.PINNED):
         why = f"and {r.admin}"
+    elif r.asleep or (r.sleep is not None and r.sleep.asleep and r.sleep_done < r.sleep.order):
+        why = f"and {r.asleep} asleep, or about to be"
     if why:
         raise Violation("inv_routable", f"{r.replica_id} is routable {why}")
 
@@ -326,8 +405,10 @@ def inv_held_is_true(r: model.Replica, truth: dict[str, set[Held]]) -> None:
 def inv_report_is_true(agent: Any, report: events.Report) -> None:
     """A report says what the workers hold, and owns up to a mix."""
     engine = agent.engine
-    if engine.life != agent.engine_life or agent.op is not None:
+    if engine.life != agent.engine_life or agent.op is not None or engine.unseen:
         return
+    if report.asleep != engine.asleep and agent.sleeping_until <= agent.world.now:
+        raise Violation("inv_report_is_true", f"{agent.incarnation} reports {report.asleep} asleep: {engine.asleep}")
     if report.held != tuple(engine.labels):
         raise Violation("inv_report_is_true", f"{agent.incarnation} reports {report.held}, workers: {engine.labels}")
     if engine.mixed and not (report.dirty or "update" in report.pause_holders):
@@ -426,7 +507,8 @@ def inv_apply_only_when_told(before: replica.ReplicaState, event: Any, effects: 
     for e in effects:
         if isinstance(e, replica.Apply):
             t = before.taking
-            if t is None or not t.voted or e.update_id not in outcomes:
+            brings = t.held.update_id if t is not None else ""
+            if t is None or not t.voted or brings not in outcomes:
                 raise Violation("inv_apply_only_when_told", f"{before.incarnation} applies {e.update_id}")
 
 
@@ -446,7 +528,7 @@ def inv_own_pause(after: replica.ReplicaState, effects: list[Any], engine: Any) 
             continue
         if e.holder in {h for h, _ in after.wanted} or (e.holder == "dirty" and after.dirty):
             raise Violation("inv_pause_holders", f"{after.incarnation} lets go of {e.holder}'s pause, which is wanted")
-        if e.holder == "update" and engine.mixed and engine.life and not after.dirty:
+        if e.holder == "update" and engine.mixed and engine.life and not after.dirty and not engine.asleep:
             raise Violation("inv_flip", f"{after.incarnation} resumes although its workers hold {engine.labels}")
         t = after.taking
         if e.holder == "update" and t is not None and not t.over and t.pause is not None:
@@ -504,7 +586,9 @@ def inv_no_mix(agent: Any) -> None:
 
 
 def inv_still_when_written(agent: Any) -> None:
-    """Live parameters are written only while generation stands still."""
+    """Live parameters are written only while generation stands still, and to memory that is there."""
+    if "weights" in agent.engine.asleep:
+        raise Violation("inv_awake_when_written", f"{agent.incarnation} writes weights that are asleep")
     if agent.engine.generating:
         raise Violation("inv_no_mix", f"{agent.incarnation} writes live parameters while it generates")
 

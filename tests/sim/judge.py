@@ -32,6 +32,7 @@ class Judge:
         inv.inv_committed_rises(self.committed, c.state.committed, self.decided)
         if self.decided and c.state.committed.version != max(self.decided.values()):
             raise inv.Violation("inv_committed_rises", f"restarted at {c.state.committed}, decided: {self.decided}")
+        inv.inv_proven(c.state, c.damaged)
         self.rewinding = c.state.rewinding
         if aborted is not None:
             self.aborted.add(aborted.update_id)
@@ -64,10 +65,14 @@ class Judge:
         inv.inv_one_update(before, event, after, effects)
         if a is not u:
             self._update_changed(c, before, after, u, a)
+        if after.catch_ups is not before.catch_ups or a is not u:
+            inv.inv_catch_up(before, after, c.receipts)
         if after.committed is not before.committed:
             inv.inv_committed_rises(before.committed, after.committed, self.decided)
             if c is w.leader:
                 self.committed = after.committed
+        if type(event) is events.SetSleep or type(event) is events.SetAwake:
+            inv.inv_sleep_orders(before, event, after)
         if type(event) is events.SetPause or type(event) is events.ReplicaHello:
             inv.inv_pause_holders(before, event, after)
         if after.replicas is not before.replicas or after.committed is not before.committed:
@@ -173,7 +178,7 @@ class Judge:
         inv.inv_excluded_never_applies(c.state, want)
         if want.update is not None:
             u = want.update
-            if self.minted.get(u.version) != u.update_id:
+            if self.minted.get(u.version) != (u.holds or u).update_id:
                 raise inv.Violation("inv_version_never_reused", f"{u.update_id} is sent as {u.version}, not stored")
 
     def stored(self, c: Any, write: Any, ok: bool | None) -> None:
@@ -217,6 +222,7 @@ class Judge:
         if effects:
             inv.inv_apply_only_when_told(before, event, effects, self.decided)
             inv.inv_own_pause(after, effects, agent.engine)
+            inv.inv_sleep_alone(after, effects)
             leader = self.w.leader
             inv.inv_in_place_last(agent, effects, leader.state if leader is not None else None)
         inv.inv_fenced(agent)

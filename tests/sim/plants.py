@@ -11,18 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightplane.controlplane.core import (
+    catching,
     desired,
     ending,
     events,
     group,
+    holders,
     members,
     model,
     negotiate,
     operators,
     progress,
     replica,
+    sleeping,
+    starting,
     trainers,
-    updates,
 )
 from weightplane.controlplane.core.model import NONE_HELD, Mode, PauseMode, Phase, Weights
 from weightplane.controlplane.core.reasons import Failure, Reason
@@ -83,38 +86,46 @@ PLANTS: list[Plant] = []
 
 #: Seeds that find a plant fast today. Any seed may serve: the search goes on with the others.
 HINTS: dict[str, int] = {
-    "reports_of_former_lives_count": 11,
-    "drained_replicas_join": 1,
-    "participants_follow_restarts": 3,
+    "reports_of_former_lives_count": 36,
+    "drained_replicas_join": 3,
+    "participants_follow_restarts": 1,
     "only_the_first_channel_is_covered": 1,
-    "votes_before_drained": 1,
+    "votes_before_drained": 0,
     "unknown_means_written": 1,
-    "aborts_do_not_wait_in_deciding": 2,
-    "doubt_means_drop": 5,
-    "one_worker_is_enough": 2,
+    "aborts_do_not_wait_in_deciding": 9,
+    "doubt_means_drop": 2,
+    "one_worker_is_enough": 30,
     "a_living_holder_loses_the_group": 1,
     "answered_before_durable": 1,
     "rewinding_waits_for_rollouts": 5,
-    "a_busy_group_begins_another": 1,
+    "a_busy_group_begins_another": 3,
     "a_restart_forgets_what_is_committed": 2,
     "the_freeze_forgets_its_version": 2,
     "beats_of_former_lives_count": 9,
-    "the_prepare_deadline_is_not_enforced": 4,
-    "a_drain_may_take_for_ever": 8,
-    "silent_replicas_are_waited_for": 2,
-    "silent_trainers_are_waited_for": 44,
-    "votes_are_not_compared": 15,
+    "the_prepare_deadline_is_not_enforced": 5,
+    "a_drain_may_take_for_ever": 2,
+    "silent_replicas_are_waited_for": 5,
+    "silent_trainers_are_waited_for": 0,
+    "votes_are_not_compared": 5,
     "only_the_first_channel_is_compared": 1,
     "dirty_replicas_stay_dirty": 4,
-    "the_store_decides_again": 9,
-    "doubt_resolves_to_abort": 9,
-    "pending_replicas_join": 22,
-    "excluded_replicas_vote": 18,
+    "the_store_decides_again": 2,
+    "doubt_resolves_to_abort": 41,
+    "asleep_joins": 25,
+    "sleeps_in_the_middle": 44,
+    "pending_replicas_join": 27,
+    "excluded_replicas_vote": 26,
     "excluded_replicas_commit": 7,
     "dirty_is_not_fenced": 2,
     "a_resume_removes_every_pause": 3,
+    "agents_obey_any_epoch": 1,
+    "fenced_trainers_go_on": 2,
+    "a_new_life_inherits_its_version": 1,
+    "voters_abort_at_the_deadline": 12,
+    "catch_ups_are_not_compared": 3,
+    "catch_ups_begin_beside_updates": 2,
     "ready_means_routable": 2,
-    "stepping_down_in_silence": 15,
+    "stepping_down_in_silence": 7,
 }
 
 
@@ -348,28 +359,28 @@ def answered_before_durable(p: Patch) -> None:
 @plant("rule 10", "inv_rewind")
 def rewinding_waits_for_rollouts(p: Patch) -> None:
     """The first publish after a rewind keeps requests in flight."""
-    old = updates._options
+    old = starting._options
 
     def options(tx, e):
         o = old(tx, e)
         return replace(o, pause=PauseMode.KEEP) if tx.state.rewinding else o
 
-    p.attr(updates, "_options", options)
+    p.attr(starting, "_options", options)
 
 
 @plant("rule 11", "inv_one_update")
 def a_busy_group_begins_another(p: Patch) -> None:
     """StartUpdate does not look whether an update is open."""
-    old = updates.start
+    old = starting.start
 
     def start(tx, e):
         busy = tx.state.open is not None and trainers.fence(tx, e.generation) is None
         if busy and e.request_id not in tx.state.requests:
-            updates.begin(tx, e)
+            starting.begin(tx, e)
         else:
             old(tx, e)
 
-    p.attr(updates, "start", start)
+    p.attr(starting, "start", start)
 
 
 # --- the invariants -------------------------------------------------------------------------------------------------
@@ -526,15 +537,15 @@ def the_store_decides_again(p: Patch) -> None:
     """The store takes a decision about an update that was aborted under an older epoch."""
     old = records._decide
 
-    def decide(write, u, known, record):
+    def decide(write, u, known, record, kept):
         if record is not None and record.outcome != records.COMMITTED:
             record = replace(record, outcome=records.OPEN, epoch=write.epoch)
-        return old(write, u, known, record)
+        return old(write, u, known, record, kept)
 
-    def settle(epoch, write, state, g, record):
+    def settle(epoch, write, state, g, record, kept=None):
         if write.kind == "decide":
-            return decide(write, write.update, g, record)
-        return whole(epoch, write, state, g, record)
+            return decide(write, write.update, g, record, kept)
+        return whole(epoch, write, state, g, record, kept)
 
     whole = records.settle
     from weightplane.controlplane.store import memory
@@ -667,3 +678,100 @@ def stepping_down_in_silence(p: Patch) -> None:
         tx.effects.append(events.StepDown(message))
 
     p.attr(ending, "step_down", step_down)
+
+
+@plant("no update onto weights asleep", "inv_sleep_orders", boost=("o.sleep",))
+def sleeps_beside_an_update(p: Patch) -> None:
+    """Who takes part in an update is put to sleep all the same."""
+    p.attr(sleeping, "_takes_part", lambda tx, r: "")
+
+
+@plant("no update onto weights asleep", "inv_only_eligible_join", boost=("o.sleep",))
+def asleep_joins(p: Patch) -> None:
+    """Who is ASLEEP may join an update."""
+    p.item(members._ADMIN_JOINS, model.Admin.ASLEEP, (True, True))
+
+
+@plant("no update onto weights asleep", "inv_sleep_alone", boost=("o.sleep", "c.crash"))
+def sleeps_in_the_middle(p: Patch) -> None:
+    """A replica obeys an order to sleep whatever it is doing."""
+
+    def obey(tx):
+        s = tx.state
+        order = s.newest.sleep if s.newest is not None else None
+        if order is not None and order.order > s.sleep_begun and s.sleep_begun <= s.sleep_done:
+            tx.set(sleep_begun=order.order)
+            tx.effects.append(replica.Sleep(order))
+
+    p.attr(replica, "_obey_sleep", obey)
+
+
+@plant("what a sleep dropped is DIRTY until a full update committed", "inv_report_is_true", boost=("o.sleep",))
+def dropped_weights_are_clean(p: Patch) -> None:
+    """A deep sleep is told as a light one."""
+
+    def done(tx, e):
+        tx.set(asleep=e.asleep, held=e.held, sleep_done=e.order, sleep_failure=e.failure)
+        tx.report("done")
+
+    p.attr(replica, "_sleep_done", done)
+
+
+@plant(
+    "what a sleep dropped is DIRTY until a full update committed",
+    "inv_sleep_orders",
+    boost=("o.sleep", "o.wake_weights", "o.wake"),
+)
+def dropped_weights_are_woken(p: Patch) -> None:
+    """Nobody asks what a replica would serve awake."""
+    p.attr(sleeping, "_loses", lambda r, left: None)
+
+
+@plant("no replica is routable while it sleeps", "inv_routable", boost=("o.sleep", "o.wake_weights"))
+def half_awake_is_routable(p: Patch) -> None:
+    """A replica whose cache sleeps says that nobody holds it, and counts as ready."""
+    old = replica.report_of
+
+    def report_of(state, *args):
+        report = old(state, *args)
+        return replace(report, pause_holders=tuple(h for h in report.pause_holders if h != "sleep"))
+
+    p.attr(replica, "report_of", report_of)
+
+
+@plant("catch-up: verified against the committed digests, never READY before", "inv_catch_up")
+def catch_ups_are_not_compared(p: Patch) -> None:
+    """What a caught-up replica received counts as verified, whatever it is."""
+    old = catching.verified
+    p.attr(catching, "verified", lambda tx, e: old(tx, replace(e, failure=None)))
+
+
+@plant("catch-up: an update goes first", "inv_catch_up")
+def catch_ups_begin_beside_updates(p: Patch) -> None:
+    """Who is behind is caught up also while an update is open."""
+    old = holders.behind
+    p.attr(catching, "behind", lambda s, r, now: old(replace(s, open=None), r, now))
+
+
+@plant("what is committed can be proven after a restart", "inv_proven")
+def decisions_are_stored_alone(p: Patch) -> None:
+    """The store takes a decision without what proves the version."""
+    old = records._decide
+    p.attr(records, "_decide", lambda write, u, known, record, kept: old(write, u, known, record, None))
+
+
+@plant("catch-up: verified against the committed digests, never READY before", "inv_catch_up")
+def damaged_digests_count(p: Patch) -> None:
+    """A coordinator that restarted catches replicas up although nothing proves what was committed."""
+    old = holders.holders
+    for module in (holders, catching):
+        p.attr(module, "holders", lambda s: old(replace(s, unproven="")))
+    tick = catching.tick
+    p.attr(catching, "tick", lambda tx: _as_proven(tx, tick))
+
+
+def _as_proven(tx: Any, tick: Any) -> None:
+    why = tx.state.unproven
+    tx.set(unproven="")
+    tick(tx)
+    tx.set(unproven=why)

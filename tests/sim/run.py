@@ -10,7 +10,7 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from weightplane.controlplane.core import events, model
+from weightplane.controlplane.core import events, holders, model
 from weightplane.controlplane.core.model import Admin, Mode, PauseMode, Weights
 
 from .agent import Agent
@@ -122,6 +122,8 @@ class Run:
             a.disturbed = max(a.disturbed, w.now)
         elif what == "corrupt":
             a.trouble["corrupt"] = 1
+        elif what in ("hand_sleep", "hand_wake"):
+            a.by_hand(self.rng.choice((1, 2)) if what == "hand_sleep" else 0)
         elif what.startswith("fail_"):
             a.trouble[what.removeprefix("fail_")] = 1
         elif what == "suddenly":
@@ -183,6 +185,10 @@ class Run:
             event = events.AbortUpdate("", w.now + 4.0, 0, "", "operator")
         elif what == "policy":
             event = events.SetPolicy("", model.Policy(update_timeout_s=self.rng.choice((8.0, 12.0)), min_replicas=1))
+        elif what == "sleep":
+            event = events.SetSleep("", w.now + 5.0, f.target, self.rng.choice((1, 2, 2)))
+        elif what in ("wake", "wake_weights"):
+            event = events.SetAwake("", w.now + 5.0, f.target, ("weights",) if what == "wake_weights" else ())
         else:
             event = events.SetAdmin("", f.target, admin[what])
         w.call(event, lambda reply: None, lambda: True, 5.0)
@@ -214,6 +220,7 @@ class Run:
         for rid in w.agents:
             w.call(events.SetAdmin("", rid, Admin.ACTIVE), lambda reply: None, lambda: True, 5.0)
         w.run(w.now + 1.0)
+        self._wake(("weights",))
         survivor = w.trainers[0]
         for t in w.trainers[1:]:
             t.alive = False
@@ -222,6 +229,8 @@ class Run:
             w.run(w.now + 0.5)
         inv_heals("FINAL" in survivor.outcomes, "no full update worked within 100 s of the last fault")
         w.run(w.now + 2.0)
+        self._wake(())
+        self._caught_up()
         leader = w.leader
         assert leader is not None
         for a in w.agents.values():
@@ -232,12 +241,38 @@ class Run:
                 and r.weights is Weights.READY
                 and r.held == leader.state.committed
                 and not r.pause_holders
+                and not r.asleep
             )
             inv_heals(fine, f"{a.rid} did not get the full update: {r}")
             whole = a.engine.generating and not a.engine.mixed and a.engine.labels[0] == leader.state.committed
             inv_heals(whole, f"{a.rid}'s engine after the full update: {a.engine.labels} {a.engine.paused}")
         for t in w.trainers:
             t.alive = False
+
+    def _caught_up(self) -> None:
+        """Who was being caught up while the last update passed is caught up once more, if somebody retains it."""
+        w = self.w
+        end = w.now + 20.0
+        while w.now < end and w.leader is not None:
+            s = w.leader.state
+            late = [r for r in s.replicas.values() if r.held != s.committed and r.weights is Weights.READY]
+            if not s.catch_ups and not (late and holders.holders(s)):
+                return
+            w.run(w.now + 0.5)
+
+    def _wake(self, tags: tuple[str, ...]) -> None:
+        """Everybody who sleeps; repeated while an update or an older order is in the way."""
+        w = self.w
+        end = w.now + 20.0
+        while w.now < end:
+            assert w.leader is not None
+            asleep = [r.replica_id for r in w.leader.state.replicas.values() if "weights" in r.asleep or not tags]
+            asleep = [rid for rid in asleep if w.leader.state.replicas[rid].asleep]
+            if not asleep:
+                return
+            for rid in asleep:
+                w.call(events.SetAwake("", w.now + 2.0, rid, tags), lambda reply: None, lambda: True, 2.0)
+            w.run(w.now + 0.5)
 
 
 def fails(seed: int, profile: Profile, faults: list[Fault], name: str = "") -> Violation | None:

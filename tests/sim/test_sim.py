@@ -35,6 +35,7 @@ def runs() -> list[dict[str, Any]]:
     return [json.loads(text.splitlines()[-1]) for text in answers]
 
 
+@pytest.mark.alone  # two processes of its own
 @pytest.mark.timeout(300)
 def test_two_hundred_thousand_steps_break_no_invariant(runs: list[dict[str, Any]]) -> None:
     sizes: Counter[str] = Counter()
@@ -50,6 +51,7 @@ def test_two_hundred_thousand_steps_break_no_invariant(runs: list[dict[str, Any]
     assert sizes["50"] and small > sum(sizes.values()) / 2
 
 
+@pytest.mark.alone
 def test_every_reachable_pair_was_visited(runs: list[dict[str, Any]]) -> None:
     seen: Counter[tuple[str, str, str]] = Counter()
     for r in runs:
@@ -67,6 +69,8 @@ def test_a_failure_prints_its_seed_and_a_shrunk_trace() -> None:
             try:
                 run.go()
             except Violation as v:
+                if v.name != plant.found_by:  # in some runs the bug breaks another one first
+                    continue
                 few = shrink(seed, run.profile, run.faults, v.name, seconds=8.0)
                 text = report(seed, v, lines=30)
                 break

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from weightplane.controlplane.core import events, model
+from weightplane.controlplane.core import desired, events, holders, model
 from weightplane.controlplane.core.model import Held, Mode, PauseMode
-from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.reasons import Failure, Reason
 
+from .serving import Copies
 from .world import PIECES, Reply_LOST, World
 
 __all__ = ["Trainer"]
@@ -52,8 +53,10 @@ class Trainer:
         self.fenced = False
         self.final = False
         self.watch = False
+        self.last = Held()
         self.backlog: list[tuple[Any, tuple[Any, ...]]] = []
         self.watched: Any = None
+        self.copies = Copies(world, name, lambda: self.up() and not self.stopped, self.cannot_serve)
         world.trainers.append(self)
         world.after(begin_at, self.begin, takeover)
 
@@ -67,6 +70,7 @@ class Trainer:
         self.watched = None
         self.watch = self.rng.random() < 0.3
         self.backlog = []
+        self.copies.lose()
         self.world.say(self.name, f"life {self.life} begins")
         self.script = self.finale(takeover) if final else self.main(takeover, resume)
         self._advance(self.life, None)
@@ -128,8 +132,23 @@ class Trainer:
     def incarnation(self) -> str:
         return f"{self.name}/{self.life}"
 
+    def retain(self) -> None:
+        """Every rank tells of the snapshot it took."""
+        for r in range(self.world_size):
+            event = events.RankReport(self.generation, r, self.copies.says)
+            self.world.call(event, lambda reply: None, self.up, 2.0)
+
+    def cannot_serve(self, catch_up_id: str) -> None:
+        failures = ((catch_up_id, Failure(Reason.TRANSPORT, "another version is retained", "rank/0")),)
+        event = events.RankReport(self.generation, 0, self.copies.says, failures)
+        self.world.call(event, lambda reply: None, self.up, 2.0)
+
     def told(self, c: Any) -> None:
-        t = c.state.trainer
+        state = c.state
+        t = state.trainer
+        if t is not None and t.generation == self.generation and c is self.world.leader and not self.watch:
+            orders = desired.serve_orders(state, "")
+            self.world.after(self.world.latency(), self.copies.told, orders)
         if self.generation and c is self.world.leader and t is not None and t.generation > self.generation:
             self.fenced = True
 
@@ -251,6 +270,9 @@ class Trainer:
             self.world.say(self.name, f"publish of step {self.step}: {outcome}")
             if outcome == "COMMITTED":
                 takeover, resume = False, None
+                if self.copies.keeps and not self.watch and self.last.version:
+                    self.copies.take(self.last)
+                    self.retain()
             reason = outcome.split(":")[0]
             if reason in ("TRAINER_FENCED",):
                 self.fenced = True
@@ -329,6 +351,7 @@ class Trainer:
                 lambda r: events.FinishUpdate("", w.now + 14.0, self.generation, update_id, epoch, r), 14.0
             )
             if failure is None:
+                self.last = Held(u.version, u.update_id)
                 return "COMMITTED"
         if failure == "UNKNOWN" or self.rng.random() < 0.5:
             yield from self.calls(
@@ -410,6 +433,11 @@ class Trainer:
                 self.world.say(self.name, f"final init: {failure}")
                 yield 0.5
                 continue
+            for _ in range(100):
+                leader = self.world.leader
+                if leader is not None and not left_out(leader.state, self.world.now):
+                    break
+                yield 0.1
             self.step += 1
             outcome = yield from self.publish(Publish(at_least=0, on_busy="WAIT"))
             self.world.say(self.name, f"final publish: {outcome}")
@@ -417,6 +445,12 @@ class Trainer:
                 self.outcomes.append("FINAL")
                 return
             yield 0.5
+
+
+def left_out(s: model.GroupState, now: float) -> bool:
+    """Whether an update would go without somebody who is caught up, or will be."""
+    could = holders.holders(s)
+    return bool(s.catch_ups) or any(holders.waits(s, r, now, could) for r in s.replicas.values())
 
 
 def reason_of(failure: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from weightplane.controlplane.core import desired, events, group, model
+from weightplane.controlplane.core import desired, events, group, kept, model
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.store.base import StoreError, StoreUnknown
 from weightplane.controlplane.store.memory import Disk, MemoryStore
@@ -243,12 +243,27 @@ class Coordinator:
         self.receipts: dict[tuple[str, str, str], Any] = {}
         self.store = MemoryStore(world.disk)
         self.busy_until = 0.0
-        self.writes: list[tuple[events.Write, model.GroupState]] = []
+        self.writes: list[tuple[events.Write, model.GroupState, kept.Kept | None]] = []
         loaded = self.store.open()
         stored = loaded.groups.get("g")
         state = stored.state if stored else model.GroupState("g", loaded.cluster_id, loaded.epoch, policy=POLICY)
         state = replace(state, config=CONFIG, epoch=loaded.epoch)
+        self.known: dict[str, model.Held] = {}  # by update: what its digests are of, as the trainer gave them
+        self.damaged = False
+        if stored is not None:
+            state = replace(state, unproven=self._recall(stored.kept, state))
         self.state, self.aborted = group.restarted(state, stored.frozen if stored else None, loaded.epoch, world.now)
+
+    def _recall(self, found: kept.Kept | None, state: model.GroupState) -> str:
+        """Take over what was stored to prove the committed version; now and then the disk has damaged it."""
+        if found is not None and self.world.faulty and self.rng.random() < 0.1:
+            self.damaged = True
+            found = replace(found, digests=(("r-1", b"?"),))
+        why = kept.problem(found, state.committed, state.committed_manifest)
+        if not why and found is not None and state.committed.version:
+            version, update_id = found.digests[0][1].decode().split()
+            self.known[found.update_id] = model.Held(int(version), update_id)
+        return why
 
     def begin(self) -> None:
         w = self.world
@@ -327,7 +342,14 @@ class Coordinator:
 
     def _compared(self, e: events.Compare) -> None:
         u = self.state.open if self.state.open is not None else self.state.history.get(e.update_id)
-        if u is None or u.update_id != e.update_id:
+        caught = self.state.catch_ups.get(e.replica_id)
+        if e.against:
+            got = self.receipts.get((e.update_id, e.replica_id, e.incarnation))
+            mine = caught is not None and caught.catch_up_id == e.update_id
+            known = self.known.get(e.against)
+            fine = not mine or (got is not None and known is not None and all_are(got, known))
+            failure = None if fine else BAD_DIGEST
+        elif u is None or u.update_id != e.update_id:
             failure = None
         else:
             got = self.receipts.get((e.update_id, e.replica_id, e.incarnation))
@@ -338,7 +360,12 @@ class Coordinator:
         self.take(events.Verified(e.update_id, e.replica_id, e.incarnation, evidence, failure))
 
     def write(self, e: events.Write) -> None:
-        self.writes.append((e, self.state))
+        u, proof = e.update, None
+        if e.kind == "decide" and u is not None:
+            self.known[u.update_id] = u.held
+            digests = f"{u.version} {u.update_id}".encode()
+            proof = kept.Kept(u.update_id, u.options.manifest_id, "FULL", (("r-1", digests),), {})
+        self.writes.append((e, self.state, proof))
         if len(self.writes) == 1:
             self._next_write()
 
@@ -351,13 +378,13 @@ class Coordinator:
 
     def _land(self, fault: str) -> None:
         """A write reaches the store, also when we died meanwhile: its outcome is decided there."""
-        write, state = self.writes.pop(0)
+        write, state, proof = self.writes.pop(0)
         ok: bool | None = None
         if not self.alive and self.rng.random() < 0.5:
             return
         if fault != "lost":
             try:
-                ok = self.store.write("g", write, state)
+                ok = self.store.write("g", write, state, proof)
             except (StoreError, StoreUnknown):
                 ok = None
             self.world.judge.stored(self, write, ok)
@@ -375,7 +402,7 @@ class Coordinator:
         w.after(delay, self._read, e)
 
     def _read(self, e: events.ReadBack) -> None:
-        if any(w.write_id == e.write_id for w, _ in self.writes):
+        if any(w.write_id == e.write_id for w, _, _ in self.writes):
             self.take(events.Stored(e.write_id, None))
             return
         self.take(events.Stored(e.write_id, self.store.read_decision("g", e.update_id)))
@@ -426,7 +453,11 @@ def probe(rng: Random, s: model.GroupState) -> Any:
         events.SetPolicy(call, s.policy),
         events.SetPause(call, soon, (r.replica_id,), "operator", False),
         events.SetAdmin(call, r.replica_id, model.Admin.ACTIVE),
+        events.SetSleep(call, soon, r.replica_id, rng.choice((1, 2))),
+        events.SetAwake(call, soon, r.replica_id, ()),
         events.CallGone(call),
+        events.RankReport(t.generation, 0, None),
+        events.RankReport(t.generation, 0, None, (("k-of-nobody", BAD_DIGEST),)),
         events.ReplicaHello(r.session, r),
         events.PlanMade("u-old", "c-old", None),
         events.Verified("u-old", r.replica_id, r.incarnation, model.Evidence.NONE),
@@ -462,11 +493,16 @@ def all_are(content: Any, held: model.Held) -> bool:
     return all(piece == held for worker in content for piece in worker)
 
 
+_SHOWN: tuple[str, ...] = (
+    *("replica_id", "update_id", "stage", "armed_seq", "rank", "seq", "generation", "ok", "epoch", "admin", "on"),
+    *("level", "tags", "asleep"),
+)
+
+
 def short(event: Any) -> str:
     """An event in few words, for the trace."""
     name = type(event).__name__
-    keep = ("replica_id", "update_id", "stage", "armed_seq", "rank", "seq", "generation", "ok", "epoch", "admin", "on")
-    parts = [f"{k}={getattr(event, k)}" for k in keep if getattr(event, k, None) not in (None, "", ())]
+    parts = [f"{k}={getattr(event, k)}" for k in _SHOWN if getattr(event, k, None) not in (None, "", ())]
     if name == "Report":
         parts.append(f"held={[h.version for h in event.held]} dirty={event.dirty} pauses={event.pause_holders}")
     if name == "ReplicaHello":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.store.helpers import GROUP, Desk, aborted, committed, state, trainer, update
+from tests.store.helpers import GROUP, Desk, aborted, committed, proven, state, trainer, update
 from weightplane.controlplane.core.group import restarted
 from weightplane.controlplane.core.model import Admin
 from weightplane.controlplane.store.sqlite import SqliteStore
@@ -37,13 +37,13 @@ def main(path: str, rounds: int) -> None:
         say("done", "group", generation)
         assert d.roster(f"r{v}", Admin.DRAINING)
         say("done", "roster", f"r{v}")
-        u = update(v, d.epoch, f"u{v}-{d.epoch}")
+        u, kept = proven(update(v, d.epoch, f"u{v}-{d.epoch}"), 3 + v % 2)
         say("try", "freeze", u.update_id)
         assert d.freeze(u)
         say("done", "freeze", u.update_id)
         if v % 3:
             say("try", "decide", u.update_id)
-            assert d.decide(u)
+            assert d.decide(u, kept)
             say("done", "decide", u.update_id)
         assert d.close(committed(u) if v % 3 else aborted(u))
         say("done", "close", u.update_id)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weightplane.controlplane.core import kept as core
 from weightplane.controlplane.core.events import Write
+from weightplane.controlplane.core.kept import Kept
+from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import (
     Admin,
     Config,
@@ -20,6 +24,8 @@ from weightplane.controlplane.core.model import (
     Trainer,
     Update,
 )
+from weightplane.controlplane.core.placement import full_placement
+from weightplane.controlplane.core.planner import make_plan
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.store import Store, StoredGroup
 from weightplane.controlplane.store.memory import Disk, MemoryStore
@@ -53,6 +59,22 @@ def update(version: int, epoch: int = 1, update_id: str = "", replicas: int = 2)
     )
 
 
+def manifest(tensors: int) -> Manifest:
+    return Manifest.of(TensorMeta(f"t{i}", "float32", (i + 1, 3)) for i in range(tensors))
+
+
+def proven(u: Update, tensors: int = 3) -> tuple[Update, Kept]:
+    """An update with a manifest of its own, and what is kept of it: digests that follow from its id."""
+    m = manifest(tensors)
+    body_id, body = core.manifest_body(m)
+    plan = make_plan(m, [full_placement("rank/0", m)], [full_placement("r0/0", m)], 4096)
+    regions_id, regions = core.regions_body(plan)
+    table = array("Q", (hash((u.version, i)) & (1 << 64) - 1 for i in range(tensors)))
+    digests = ((regions_id, core.pack(table)),)
+    kept = Kept(u.update_id, m.id, "FULL", digests, {body_id: body, regions_id: regions})
+    return replace(u, options=replace(u.options, manifest_id=m.id)), kept
+
+
 def deciding(u: Update) -> Update:
     return replace(u, phase=Phase.DECIDING, frozen=True, decide_at=9.0, deciding_until=10.5)
 
@@ -79,15 +101,17 @@ class Desk:
     def __init__(self, store: Store, epoch: int, keep: int = 1000) -> None:
         self.store, self.epoch, self.keep = store, epoch, keep
 
-    def _write(self, kind: str, u: Update | None = None, s: GroupState | None = None, **data: object) -> bool:
+    def _write(
+        self, kind: str, u: Update | None = None, s: GroupState | None = None, kept: Kept | None = None, **data: object
+    ) -> bool:
         write = Write("w", kind, self.epoch, u, data)
-        return self.store.write(GROUP, write, s if s is not None else state(self.epoch, self.keep))
+        return self.store.write(GROUP, write, s if s is not None else state(self.epoch, self.keep), kept)
 
     def freeze(self, u: Update) -> bool:
         return self._write("freeze", u)
 
-    def decide(self, u: Update) -> bool:
-        return self._write("decide", deciding(u))
+    def decide(self, u: Update, kept: Kept | None = None) -> bool:
+        return self._write("decide", deciding(u), kept=kept)
 
     def close(self, u: Update) -> bool:
         return self._write("close", u)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.store.helpers import GROUP
+from weightplane.controlplane.core import kept as core
 from weightplane.controlplane.core.model import Phase
 from weightplane.controlplane.store.sqlite import SqliteStore
 
@@ -61,6 +62,10 @@ class Ledger:
         assert s.last_version == max(versions, default=0)
         newest = max((u for u in known if u.update_id in stored), key=lambda u: u.version, default=None)
         assert s.committed.update_id == (newest.update_id if newest else "")
+        why = core.problem(loaded.groups[GROUP].kept, s.committed, s.committed_manifest)
+        assert not why, f"what proves a decision was lost: {why}"
+        if (kept := loaded.groups[GROUP].kept) is not None:
+            assert len(core.known(kept)) == len(core.manifest_of(kept)) and set(kept.bodies) == set(kept.needs)
         assert s.last_generation >= max(map(int, self.done["group"]), default=0)
         assert len(self.done["group"]) == len(set(self.done["group"])), "a generation was granted twice"
         assert set(self.done["roster"]) <= s.roster

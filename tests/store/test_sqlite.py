@@ -51,7 +51,7 @@ def test_the_file_is_ours_alone(path: Path) -> None:
         files = {p.name: stat.S_IMODE(p.stat().st_mode) for p in path.parent.iterdir()}
     finally:
         os.umask(old)
-    assert files == {"store.db": 0o600, "store.db-wal": 0o600, "store.db-shm": 0o600}
+    assert files == {f"store.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm", "-mark")}
     d.store.close()
     assert [p.name for p in path.parent.iterdir()] == ["store.db"]
     path.chmod(0o644)
@@ -164,7 +164,7 @@ def _a_directory(path: Path) -> None:
         (_not_sqlite, "not a store, or damaged.*left as it is"),
         (_empty, "empty, so not a store"),
         (_foreign, "another program"),
-        (_newer, r"newer release \(schema 2"),
+        (_newer, r"newer release \(schema 3"),
         (_older, "schema 0 was never released"),
         (_torn, "damaged"),
         (_scribbled, "damaged"),

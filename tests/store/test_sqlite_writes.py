@@ -49,6 +49,7 @@ def blocked(path: Path) -> Iterator[Desk]:
     other.close()
 
 
+@pytest.mark.alone
 def test_a_held_lock_is_a_definite_failure_within_the_time(blocked: Desk) -> None:
     began = time.monotonic()
     with pytest.raises(StoreError, match="another process holds the write lock"):

@@ -67,6 +67,7 @@ def test_unavailable_is_tried_again_with_the_same_request_id(coordinator: tuple[
     assert start(client).version == 7 and servicer.seen == ["one"] * 3
 
 
+@pytest.mark.alone
 def test_unavailable_to_the_end_takes_the_deadline_and_no_more(coordinator: tuple[Scripted, Client]) -> None:
     servicer, client = coordinator
     servicer.script = lambda request, context: context.abort(grpc.StatusCode.UNAVAILABLE, "never")
@@ -91,6 +92,7 @@ def test_an_unknown_outcome_is_not_tried_again(coordinator: tuple[Scripted, Clie
     assert caught.value.code is code and servicer.seen == ["one"]
 
 
+@pytest.mark.alone
 def test_a_silent_coordinator_costs_the_deadline(coordinator: tuple[Scripted, Client]) -> None:
     servicer, client = coordinator
     go = threading.Event()
@@ -102,6 +104,7 @@ def test_a_silent_coordinator_costs_the_deadline(coordinator: tuple[Scripted, Cl
     go.set()
 
 
+@pytest.mark.alone
 def test_a_reason_to_stop_ends_a_call_at_once(coordinator: tuple[Scripted, Client]) -> None:
     servicer, client = coordinator
     go, stop = threading.Event(), Stop()

@@ -115,6 +115,7 @@ def test_no_replica_is_refused_and_said(f: Fleet) -> None:
         publisher.wait_for_replicas(1, timeout=0.3)
 
 
+@pytest.mark.alone
 def test_no_coordinator(f: Fleet) -> None:
     f.plane.stop()
     publisher = f.publisher(Model(), init_timeout=0.4)
@@ -216,6 +217,7 @@ def test_a_source_that_cannot_travel_raises_its_own_error(pair: Fleet) -> None:
     publisher.publish(3)
 
 
+@pytest.mark.alone
 def test_a_source_that_fails_while_it_is_sent_aborts_the_update(pair: Fleet) -> None:
     class Broken(ModuleSource):
         def tensor(self, index: int):
@@ -461,6 +463,7 @@ def test_ctrl_c_aborts_the_update_and_the_next_one_works(pair: Fleet) -> None:
     assert publisher.publish(3).committed and all(same(e, module) for e in pair.engines.values())
 
 
+@pytest.mark.alone
 def test_an_operators_abort_is_raised_within_a_second(pair: Fleet) -> None:
     from weightplane.v1 import weight_transfer_pb2 as wt
 

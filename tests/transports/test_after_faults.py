@@ -37,8 +37,11 @@ WHERE = {
     "ucx-across": ("ucx", "cuda"),
     "nccl-across": (NCCL, "cuda"),
 }
-COUNTED = ("fds", "threads", "os_threads", "maps", "device_allocated")
+COUNTED = ("threads", "os_threads", "maps", "device_allocated")
 RSS_SLACK_KIB, DEVICE_SLACK = 16 << 10, 64 << 20
+# NCCL 2.28 does not close one socket of its bootstrap when a communicator whose member died is aborted (its change 2374
+# mends that; open in 2026-11), nor a second one of the rank that minted the id. No call of its interface reaches them.
+LEFT_OPEN_BY_THE_LIBRARY = {"nccl-across": {"socket:[N]": 2}}
 
 
 def _missing(name: str, device: str) -> str:
@@ -77,19 +80,22 @@ def _stats(f: Fleet, members: list[str]) -> dict[str, dict[str, Any]]:
     return {m: f.peers[m].call("stats") for m in members}
 
 
-def _grown(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+def _grown(now: Mapping[str, Any], before: Mapping[str, Any], allowed: Mapping[str, int]) -> list[str]:
     found = [f"{k}: {before[k]} -> {now[k]}" for k in COUNTED if k in now and now[k] > before[k]]
+    more = {k: n - before["files"].get(k, 0) for k, n in now["files"].items() if n > before["files"].get(k, 0)}
+    if now["fds"] > before["fds"] + sum(min(n, more.get(k, 0)) for k, n in allowed.items()):
+        found.append(f"fds: {before['fds']} -> {now['fds']}, of them {more}")
     for key, slack in (("rss_kib", RSS_SLACK_KIB), ("device_used", DEVICE_SLACK)):
         if key in now and now[key] > before[key] + slack:
             found.append(f"{key}: {before[key]} -> {now[key]}")
     return found
 
 
-def _settled(f: Fleet, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+def _settled(f: Fleet, before: Mapping[str, Mapping[str, Any]], allowed: Mapping[str, int]) -> dict[str, list[str]]:
     """What survivors hold beyond ``before``; a library may close its descriptors a moment later."""
     end = time.monotonic() + 5
     while True:
-        grown = {m: more for m, now in _stats(f, list(before)).items() if (more := _grown(now, before[m]))}
+        grown = {m: more for m, now in _stats(f, list(before)).items() if (more := _grown(now, before[m], allowed))}
         if not grown or time.monotonic() > end:
             return grown
         time.sleep(0.05)  # other processes' descriptors: nothing to wait on
@@ -108,7 +114,7 @@ def test_memory_is_at_the_baseline_and_the_next_update_exact(
         return fleets[-1]
 
     try:
-        _fault(fleet, victim, action)
+        _fault(fleet, victim, action, LEFT_OPEN_BY_THE_LIBRARY.get(where, {}))
     except NotHere as e:
         pytest.skip(str(e))
     finally:
@@ -116,7 +122,7 @@ def test_memory_is_at_the_baseline_and_the_next_update_exact(
             f.close()
 
 
-def _fault(fleet: Callable[..., Fleet], victim: str, action: str) -> None:
+def _fault(fleet: Callable[..., Fleet], victim: str, action: str, allowed: Mapping[str, int]) -> None:
     baseline: dict[str, dict[str, Any]] = {}
 
     def warmed(*args: Any, **options: Any) -> Fleet:
@@ -149,7 +155,7 @@ def _fault(fleet: Callable[..., Fleet], victim: str, action: str) -> None:
         ended(moves, member, since, {"ChannelAborted", "PeerLost"})
     heal(f, victim)
     f.update(4)
-    assert not (grown := _settled(f, baseline)), grown
+    assert not (grown := _settled(f, baseline, allowed)), grown
 
 
 @pytest.mark.parametrize(
@@ -167,12 +173,16 @@ def test_what_an_exporters_death_does_to_mapped_memory_is_recorded(
     needed = len({sender, receiver} - {"cpu"})
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} CUDA devices, torch sees {torch.cuda.device_count()}")
-    command = [sys.executable, "-m", "tests.transports.after_death", sender, receiver]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert not done.returncode, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    for what, found in said.items():
-        record_property(what, str(found))
-    with capsys.disabled():
-        print(f"\nafter an exporter's death ({sender} -> {receiver}): {said}")
-    assert said["the channel closes"] is True and said["the GPU is usable"] is True, said
+    said: dict[str, dict[str, Any]] = {}
+    for what in ("close", "read"):
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.transports.after_death", sender, receiver, what]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        said[what] = {k: v for line in done.stdout.splitlines() for k, v in json.loads(line).items()}
+        said[what]["exit status"] = done.returncode
+        for key, found in said[what].items():
+            record_property(f"{what}: {key}", str(found))
+        with capsys.disabled():
+            print(f"\nafter an exporter's death ({sender} -> {receiver}), {what}: {said[what]}")
+        assert said[what]["its exporter is dead"] is True, done.stderr[-3000:]
+    ours = said["close"]
+    assert ours["the channel closes"] is True and ours["the GPU is usable"] is True and not ours["exit status"], ours

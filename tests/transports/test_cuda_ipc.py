@@ -223,6 +223,7 @@ def test_memory_that_a_sender_lets_go_of_between_updates_is_unmapped_at_once(pai
         pair.update(2)
 
 
+@pytest.mark.alone
 @everywhere
 def test_an_exporter_s_death_is_noticed_and_its_mappings_are_closed(pair: Pair, record_property: Any) -> None:
     """What becomes of mapped memory is recorded: readable or not, and whether the mapping closes."""
@@ -306,7 +307,7 @@ def test_both_sides_in_one_process(place: Place) -> None:
 # --- refusals
 
 
-def test_memory_that_cannot_be_shared_is_refused_with_what_to_do() -> None:
+def test_M13_memory_that_cannot_be_shared_is_refused_with_what_to_do() -> None:
     """M13, where it shows first when it is sent."""
     sender = Sender(HOST)
     offer = sender.transport.offer("s")
@@ -334,7 +335,7 @@ def test_cards_that_are_no_peers_are_refused_before_anything_is_read() -> None:
     assert caught.value.peers == ("s",)
 
 
-def test_nonsense_from_a_sender_is_refused_by_name() -> None:
+def test_M08_nonsense_from_a_sender_is_refused_by_name() -> None:
     facts = Facts(torch_cuda="13.0", devices=(Device("host-card", 0),), complete=True)
     with pytest.raises(TransportError, match="does not speak cuda_ipc"):
         CudaIpcImporter(card(), facts).attach("s", PullWelcome(), lambda: None)
@@ -356,6 +357,7 @@ def test_a_sender_on_another_host_is_refused() -> None:
     transport.shutdown()
 
 
+@pytest.mark.alone
 def test_the_probe_is_quick_and_says_what_is_missing() -> None:
     transport = get("cuda_ipc") if CARDS else Place("x", "", "").transport()
     transport.probe()
@@ -411,7 +413,7 @@ def test_cards_are_matched_by_uuid(visible: str, sender: str) -> None:
 
 @pytest.mark.gpu
 @needs_one
-def test_expandable_segments_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_M13_expandable_segments_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """M13."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     child = Child(COLOCATED)

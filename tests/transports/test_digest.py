@@ -106,6 +106,7 @@ def test_lazy_conjugates_are_logical() -> None:
     assert digest_tensor(z.conj()) == digest_tensor(z.conj().resolve_conj()) != digest_tensor(z)
 
 
+@pytest.mark.alone
 def test_fast_and_free_of_the_gil() -> None:
     data = torch.ones(64 << 20, dtype=torch.uint8)
     digest_tensor(data)

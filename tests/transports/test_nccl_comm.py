@@ -120,6 +120,7 @@ def test_errors_are_the_librarys_own_words(library: Library) -> None:
     assert library.calls.count("start") == library.calls.count("end"), "a group never stays open"
 
 
+@pytest.mark.alone
 def test_an_abort_from_another_thread_ends_a_call_and_is_the_last_one(library: Library) -> None:
     made = NcclCommunicator(library, 9, lambda: None)
     library.busy = 1 << 30
@@ -146,6 +147,7 @@ def test_an_abort_from_another_thread_ends_a_call_and_is_the_last_one(library: L
     assert made.problem() == "" and library.calls[-1] == "abort"
 
 
+@pytest.mark.alone
 def test_probe_is_quick_and_says_what_to_install() -> None:
     start = time.monotonic()
     probe = NcclTransport().probe()

@@ -325,6 +325,23 @@ def test_aborts_end_what_blocks(transport: MemoryTransport) -> None:
     late.close()
 
 
+def test_an_abort_that_ends_the_connection_is_not_blamed_on_the_sender(
+    pair: tuple[PullSendChannel, PullReceiveChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The abort comes between the look whether there was one and the look at the connection, which it ended."""
+    sender, receiver = pair
+    ended = receiver._ended
+
+    def aborted_just_before(of: Any) -> bool:
+        receiver.abort("enough")
+        return ended(of)
+
+    sender.send(bucket(0), [full(1)])
+    monkeypatch.setattr(receiver, "_ended", aborted_just_before)
+    with pytest.raises(ChannelAborted, match="enough"):
+        receiver.receive(bucket(0), [torch.zeros(1000, dtype=torch.uint8)])
+
+
 def test_receiver_waits_for_a_late_sender(transport: MemoryTransport) -> None:
     made = spec(transport)
     receiver = transport.open_receiver(made, "r0")
@@ -444,6 +461,7 @@ def test_junk_ends_its_own_connection_only(pair: tuple[PullSendChannel, PullRece
     assert bool((target == 4).all())
 
 
+@pytest.mark.alone
 def test_strangers_that_say_nothing_are_few_and_short_lived(
     transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,6 +246,7 @@ def test_too_little_shared_memory_says_so(transport: ShmTransport, monkeypatch: 
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
+@pytest.mark.alone
 def test_probe_leaves_nothing_and_is_quick(transport: ShmTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     transport.probe()
     fds, start = len(os.listdir("/proc/self/fd")), time.monotonic()
@@ -344,6 +345,7 @@ def test_each_part_of_the_token_fences(transport: ShmTransport, other: ArmToken)
     receiver.close()
 
 
+@pytest.mark.alone
 def test_receiver_waits_for_a_late_sender_and_gives_up_in_time(transport: ShmTransport) -> None:
     receiver = transport.open_receiver(spec("late"), "r0")
     start = time.monotonic()
@@ -397,6 +399,7 @@ def test_a_death_shows_through_a_forked_child_that_keeps_the_lock(home: Path) ->
     path.unlink(missing_ok=True)
 
 
+@pytest.mark.alone
 def test_four_quarters_reach_two_halves_with_no_full_copy_in_any_process(fleet: Any) -> None:
     """96 MiB of matrices, rows to columns: no process needs more than 8 MiB beside its own part."""
     rows = [f"rows:{i}/4" for i in range(4)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import mmap
 import os
 import signal
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,7 +138,7 @@ def test_spans_that_are_none_are_refused_by_name(pair: Pair) -> None:
     assert len(pair.exporter._regions) == 0
 
 
-def test_sources_freed_and_allocated_again_are_never_read_stale(pair: Pair) -> None:
+def test_M16_sources_freed_and_allocated_again_are_never_read_stale(pair: Pair) -> None:
     """New memory every time, usually at the address of the last; nothing of it stays registered."""
     for seed in range(12):
         source = data(1 << 20, seed)
@@ -144,6 +147,29 @@ def test_sources_freed_and_allocated_again_are_never_read_stale(pair: Pair) -> N
         pair.update(spans, [target])
         del spans, source, target
     assert len(pair.exporter._regions) <= 1 and len(pair.importer._regions) <= 1
+
+
+def test_M17_memory_that_was_released_and_mapped_again_at_its_address_is_filled_as_it_is_now(pair: Pair) -> None:
+    """On both sides; nothing that was registered before is written or read in its place."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    n, private, fixed = 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0x10
+
+    def mapped(address: int) -> int:
+        flags = private | (fixed if address else 0)
+        found = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(n), 3, flags, -1, ctypes.c_long(0))
+        assert found and found != ctypes.c_void_p(-1).value
+        return int(found)
+
+    places = [mapped(0), mapped(0)]
+    source, target = (torch.frombuffer((ctypes.c_uint8 * n).from_address(p), dtype=torch.uint8) for p in places)
+    spans, into = [source], [target]
+    for seed in (1, 2, 3):
+        source.copy_(data(n, seed))
+        pair.update(spans, into)
+        for place in places:
+            assert mapped(place) == place
+        assert not source.any() and not target.any(), "fresh pages"
 
 
 def test_memory_that_moves_under_the_same_list_is_noticed(pair: Pair) -> None:
@@ -195,6 +221,7 @@ def test_memory_is_held_while_it_is_registered_and_let_go_of_after(pair: Pair) -
     assert address not in {a for r in pair.exporter._regions for a in r.storages} or len(pair.exporter._regions) == 0
 
 
+@pytest.mark.alone
 def test_ten_thousand_regions_are_registered_fast(transport: UcxTransport) -> None:
     made = Pair(transport, 10_000 * 64)
     source = [torch.full((64,), i % 251, dtype=torch.uint8) for i in range(10_000)]
@@ -262,6 +289,7 @@ def test_less_than_rdma_is_refused(transport: UcxTransport, monkeypatch: pytest.
     made.close()
 
 
+@pytest.mark.alone
 def test_probe_is_quick_and_says_what_to_install(transport: UcxTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.monotonic()
     found = transport.probe()
@@ -354,6 +382,59 @@ def test_over_tcp_the_sender_serves_and_what_was_given_up_never_lands(tcp_fleet:
         moves["s0"].result(10)
     f.check(-1, ["r0"])
     f.update(2)  # on the same channel
+
+
+# -- what failed
+
+
+SOURCE = """
+import ctypes, sys
+from weightplane.transports.ucx_agent import Agent
+memory = ctypes.create_string_buffer(1 << 20)
+agent, where = Agent("s", True), ("DRAM", ctypes.addressof(memory), 1 << 20, 0)
+agent.register([where])
+print(agent.connection().hex(), agent.metadata_of(where).hex(), where[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_error_that_is_kept_keeps_no_descriptor_open() -> None:
+    """NIXL's agent and its handles are in the frames of what it raises; collected by reference counts alone."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def rows(address: int) -> Any:
+        return np.array([(address, 1 << 20, 0)], dtype=np.uint64)
+
+    ucx_agent.Agent("first", True).close()  # what is opened once, and stays
+    target = torch.zeros(1 << 20, dtype=torch.uint8)
+    with subprocess.Popen([sys.executable, "-c", SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as source:
+        assert source.stdout is not None
+        try:
+            connection, region, address = source.stdout.readline().split()
+            gc.disable()
+            before = count()
+            agent = ucx_agent.Agent("r", True)
+            agent.register([("DRAM", target.data_ptr(), 1 << 20, 0)])
+            name = agent.add(bytes.fromhex(connection.decode()))
+            agent.add(bytes.fromhex(region.decode()))
+            read = agent.prepare(name, "DRAM", rows(target.data_ptr()), "DRAM", rows(int(address)))
+            source.kill()
+            source.wait(10)
+            kept = []
+            with pytest.raises(ucx_agent.UcxError, match="cannot be prepared") as caught:
+                agent.prepare("nobody", "DRAM", rows(target.data_ptr()), "DRAM", rows(int(address)))
+            kept.append(caught.value)
+            with pytest.raises(ucx_agent.UcxError, match="the read failed: NIXL_ERR_") as caught:
+                poll(lambda: agent.start(read) or agent.done(read))
+            kept.append(caught.value)
+            assert count() > before
+            agent.close()
+            assert count() == before, [e.__cause__ for e in kept]
+        finally:
+            gc.enable()
+            source.kill()
 
 
 # -- huge pages

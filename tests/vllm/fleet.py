@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.inference_agent.server import Server, eventually
+from weightplane.controlplane.core import members
 from weightplane.trainer_agent import Publisher, PublishReceipt, SafetensorsSource, Source, StateDictSource
 
 from .servers import AgentProcess, VllmServer
@@ -52,6 +53,10 @@ class Fleet:
     def there(self, name: str) -> bool:
         r = self.replica(name)
         return r is not None and r.reported and r.liveness == "LIVE"
+
+    def routable(self, name: str) -> bool:
+        """Whether a router may send requests there."""
+        return members.routable(self.plane.state(self.group), self.replica(name))[2]
 
     def weights(self, name: str) -> tuple[str, int]:
         """(state, version) of a replica."""

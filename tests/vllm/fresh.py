@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .models import ENVIRONMENT
+from .models import COLLECT, ENVIRONMENT, quick
 
 LONGEST = 4096
 #: Requests that are in flight for a while are longer than the tests' models say they can be.
@@ -46,6 +46,7 @@ def _of(folder: str, cases: list[Case]) -> list[list[int]]:
     """An engine for this call alone: one that is still there takes the next one's process groups with it."""
     from vllm import LLM, SamplingParams
 
+    quick()
     llm = LLM(
         model=folder,
         dtype="float32",
@@ -59,9 +60,12 @@ def _of(folder: str, cases: list[Case]) -> list[list[int]]:
     )
     prompts: Any = [{"prompt_token_ids": p} for _, p, _ in cases]
     each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, _, n in cases]
-    return [
+    out = [
         list(llm.generate([p], s, use_tqdm=False)[0].outputs[0].token_ids) for p, s in zip(prompts, each, strict=True)
     ]
+    del llm
+    COLLECT()
+    return out
 
 
 if __name__ == "__main__":

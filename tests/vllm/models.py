@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 PROMPTS = [[1, 10, 20, 30], [1, 7], [1, *((7 * i) % 500 + 5 for i in range(199))]]
 TOKENS = 24
+COLLECT = gc.collect
+#: Of two processes that run tests side by side each has a core for its engines.
+CORE = "1" if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else "0"
 #: What every vLLM of these tests is run with.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH", "")]).rstrip(
+        ":"
+    ),
 }
 
 
@@ -66,22 +75,56 @@ def make_model(folder: Path, seed: int, *, tie: bool = False, dtype: str = "floa
     return folder
 
 
-def goldens(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
-    """Greedy tokens of ``PROMPTS`` from a fresh engine of each checkpoint, in a process without our plug-in.
+class Goldens(Mapping[str, list[list[int]]]):
+    """Greedy tokens of ``PROMPTS`` from a fresh engine of each checkpoint, of a process without our plug-in.
 
-    ``VLLM_GOLDENS``: a file to keep them in between runs on one machine (checkpoints are made from seeds).
+    They are made while other things start; who asks waits. ``kept``: a file where they lie for others of this run, or
+    (``VLLM_GOLDENS``) for other runs on this machine: checkpoints are made from seeds.
     """
-    kept = Path(os.environ["VLLM_GOLDENS"]) if "VLLM_GOLDENS" in os.environ else None
-    if kept is not None and kept.exists():
-        known: dict[str, list[list[int]]] = json.loads(kept.read_text())
-        return known
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    command = [sys.executable, "-m", "tests.vllm.models", *(f"{n}={p}" for n, p in folders.items())]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=400)
-    found: dict[str, list[list[int]]] = json.loads(done.stdout.strip().splitlines()[-1])
-    if kept is not None:
-        kept.write_text(json.dumps(found))
-    return found
+
+    def __init__(self, folders: Mapping[str, Path], kept: Path) -> None:
+        self._kept = Path(os.environ.get("VLLM_GOLDENS", kept))
+        self._found: dict[str, list[list[int]]] = {}
+        self._names = list(folders)
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            kept.with_suffix(".mine").touch(exist_ok=False)
+        except FileExistsError:
+            return  # somebody else makes them
+        if self._kept.exists():
+            return
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        command = [
+            sys.executable,
+            "-m",
+            "tests.vllm.models",
+            str(self._kept),
+            *(f"{n}={p}" for n, p in folders.items()),
+        ]
+        self._process = subprocess.Popen(command, env=environment)
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+
+    def __getitem__(self, name: str) -> list[list[int]]:
+        if not self._found:
+            end = time.monotonic() + 400
+            while not self._kept.exists():
+                failed = self._process is not None and self._process.poll()
+                assert not failed and time.monotonic() < end, "no golden tokens were made"
+                time.sleep(0.05)
+            self._found = json.loads(self._kept.read_text())
+            assert len({str(v) for v in self._found.values()}) == len(self._names), "the models must not agree"
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def dtype_of(folder: str | Path) -> str:
@@ -89,9 +132,16 @@ def dtype_of(folder: str | Path) -> str:
     return str(json.loads((Path(folder) / "config.json").read_text())["dtype"])
 
 
+def quick() -> None:
+    """vLLM collects garbage seven times an engine, a quarter of a second each with all that is imported: ``COLLECT`` at
+    its end is enough in a process that makes many."""
+    gc.collect = lambda *_: 0
+
+
 def _generate(folder: str) -> list[list[int]]:
     from vllm import LLM, SamplingParams
 
+    quick()
     llm = LLM(
         model=folder,
         dtype=dtype_of(folder),
@@ -103,8 +153,14 @@ def _generate(folder: str) -> list[list[int]]:
     )
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     prompts: Any = [{"prompt_token_ids": p} for p in PROMPTS]
-    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, sampling, use_tqdm=False)]
+    out = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, sampling, use_tqdm=False)]
+    del llm
+    COLLECT()
+    return out
 
 
 if __name__ == "__main__":
-    print(json.dumps({n: _generate(p) for n, _, p in (a.partition("=") for a in sys.argv[1:])}))
+    into = Path(sys.argv[1])
+    made = {n: _generate(p) for n, _, p in (a.partition("=") for a in sys.argv[2:])}
+    into.with_suffix(".new").write_text(json.dumps(made))
+    into.with_suffix(".new").rename(into)

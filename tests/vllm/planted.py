@@ -35,6 +35,29 @@ class Planted:
         named = self.get_model().named_parameters()  # type: ignore[attr-defined]
         return {n: sha256(p.detach().contiguous().numpy().tobytes()).hexdigest() for n, p in named if p.numel()}
 
+    def touch_draft(self) -> None:
+        """One bit of the draft model."""
+        import torch
+
+        norm = self.get_draft_model().model.norm.weight  # type: ignore[attr-defined]
+        norm.data.view(torch.int32)[0] ^= 1
+
+    def draft_kernels(self) -> dict[str, tuple[int, str]]:
+        """Of each layer of the draft model: which object its kernel is, and a hash of what it computes."""
+        import torch
+
+        found = {}
+        for name, module in self.get_draft_model().named_modules():  # type: ignore[attr-defined]
+            kernel = getattr(module, "cpu_linear", None)
+            if kernel is not None and hasattr(module, "quant_method"):
+                columns = getattr(module, "input_size_per_partition", getattr(module, "embedding_dim", 0))
+                x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1))
+                y = module.quant_method.apply(module, x.to(next(self.get_model().parameters()).dtype))  # type: ignore[attr-defined]
+                found[name] = id(kernel), sha256(y.contiguous().numpy().tobytes()).hexdigest()
+        for name, p in self.get_draft_model().named_parameters():  # type: ignore[attr-defined]
+            found[name] = p.data_ptr(), sha256(p.detach().contiguous().numpy().tobytes()).hexdigest()
+        return found
+
     def _passes_on(self, planted: str, keep: Callable[[str, Any], bool]) -> None:
         model: Any = self.get_model()  # type: ignore[attr-defined]
         model.__dict__.pop("load_weights", None)

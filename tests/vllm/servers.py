@@ -12,12 +12,22 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .models import ENVIRONMENT, PROMPTS, TOKENS, dtype_of
+from .fresh import LONGEST, OVERRIDES
+from .models import CORE, ENVIRONMENT, PROMPTS, TOKENS, dtype_of
 
 START_S = 240.0
+#: Of a server whose requests may be long, and that tells versions and cached tokens of each output.
+TELLING = {
+    "--max-model-len": str(LONGEST),
+    "--hf-overrides": json.dumps(OVERRIDES),
+    "--block-size": "32",
+    "--enable-scale-out": "",
+    "--enable-prompt-tokens-details": "",
+}
 
 
 def free_port() -> int:
@@ -38,7 +48,7 @@ class VllmServer:
         self,
         model: Path,
         log: Path,
-        core: int | str = 0,
+        core: int | str = CORE,
         environment: dict[str, str] | None = None,
         options: dict[str, str] | None = None,
     ) -> None:
@@ -70,10 +80,11 @@ class VllmServer:
             "--weight-transfer-config": json.dumps({"backend": "weightplane"}),
             **self.options,
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+        # Its processes spin while requests run: without a core left over they would keep the publish waiting.
+        command = ["nice", "-n", "5", sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
-                [*command, *(w for pair in options.items() for w in pair)],
+                [*command, *(w for pair in options.items() for w in pair if w)],
                 env=environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -166,10 +177,11 @@ class VllmServer:
                         yield from choice.get("token_ids") or ()
 
     def all_tokens(self) -> list[list[int]]:
-        """Of every prompt."""
-        return [self.generate(p) for p in PROMPTS]
+        """Of every prompt, asked at once."""
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            return list(pool.map(self.generate, PROMPTS))
 
-    def unanswered(self, seconds: float = 2.0) -> bool:
+    def unanswered(self, seconds: float = 1.0) -> bool:
         """Whether it gives nobody a token. What waits when a fence comes down is aborted: answered without tokens."""
         try:
             return not self.generate([1, 7], 4, timeout=seconds)

@@ -15,7 +15,7 @@ from tests.inference_agent.server import Server, eventually
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.trainer_agent import Publisher, SafetensorsSource
 
-from .models import ENVIRONMENT, PROMPTS, TOKENS
+from .models import CORE, ENVIRONMENT, PROMPTS, TOKENS
 from .orders import ASLEEP, Orders
 
 Golden = dict[str, list[list[int]]]
@@ -26,7 +26,7 @@ class Program:
 
     def __init__(self, model: Path, plane: Server) -> None:
         os.environ.update(ENVIRONMENT)
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = CORE
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="test-loop", daemon=True).start()
         self.llm = self.run(self._make(model))

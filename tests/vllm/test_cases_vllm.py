@@ -24,7 +24,7 @@ from weightplane.inference_agent.engines.vllm.offline import OfflineDriver
 from weightplane.trainer_agent import PublishError, UpdateFailed
 
 from .fleet import tensors_of
-from .models import ENVIRONMENT, PROMPTS
+from .models import CORE, ENVIRONMENT, PROMPTS
 from .orders import Orders
 from .test_offline import Program
 
@@ -51,6 +51,8 @@ class Bench:
         return str(self.group.replicas["a"].weights)
 
     def generates(self, name: str) -> bool:
+        """Asked only while nobody holds it: a fenced vLLM answers nobody, for as long as that takes."""
+        check("nobody holds it paused", not self.program.engine.holders(), self.program.engine.holders())
         return self.program.generate(PROMPTS) == self.golden[name]
 
     def refuses(self, what: str, tensors: dict[str, Any], *names: str) -> None:
@@ -245,6 +247,31 @@ def _(m: Patch) -> None:
 
 
 @case
+def T05_every_update_loads_as_the_first_did(b: Bench) -> None:
+    for mode, name in (("staged", "MB"), ("staged", "MA"), ("in_place", "MB"), ("in_place", "MA")):
+        with must("every update loads as the first"):
+            (replica,) = b.program.publish(b.folders[name], mode=mode).replicas
+        check("every update loads as the first", replica.state == "READY", replica.failure)
+        check("it lands in the live tensors", b.generates(name))
+
+
+@plant("T05", found_by="every update loads as the first")
+def _(m: Patch) -> None:
+    """A step after the load leaves the live tensors without the loaders that vLLM gave them."""
+    from weightplane.inference_agent.vllm_plugin import loading
+
+    forget = loading._forget_counters
+
+    def drops(model: Any) -> None:
+        forget(model)
+        for tensor in model.parameters():
+            if "weight_loader" in vars(tensor):
+                m.delattr(tensor, "weight_loader")
+
+    m.setattr(loading, "_forget_counters", drops)
+
+
+@case
 def T11_packed_experts_are_taken_apart_exactly(b: Bench) -> None:
     """vLLM's loader knows experts of one projection in one tensor; others are refused as any name is (T23)."""
     import torch
@@ -327,7 +354,7 @@ def bench(golden: Golden, folders: dict[str, Path], plane: Server) -> Iterator[B
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
             patch.setenv(name, value)
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", CORE)
         made = Program(folders["MA"], plane, "cases", worker_extension_cls="tests.vllm.planted.Planted")
         yield Bench(made, folders, golden)
         made.close()

@@ -97,6 +97,14 @@ def test_what_cannot_be_updated_is_named_with_what_to_do(changes: Any, name: str
     assert said == name and name in text and advice in text
 
 
+def test_a_draft_model_is_refused_with_the_option_that_lets_it_be() -> None:
+    drafts = config(speculative_config=SimpleNamespace(method="mtp"))
+    assert compat.draft(drafts) == "mtp" and not compat.draft(config())
+    assert not compat.draft(config(speculative_config=SimpleNamespace(method="suffix")))
+    ((name, text),) = compat.refusals(drafts)
+    assert name == compat.DRAFT and "frozen_draft=true" in text
+
+
 def test_what_can_be_updated_is_not_refused() -> None:
     assert not compat.refusals(config())
     assert not compat.refusals(config(speculative_config=SimpleNamespace(method="ngram")))

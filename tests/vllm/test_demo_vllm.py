@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +19,49 @@ from weightplane.demo.vllm_fleet import VllmFleet
 from weightplane.inference_agent.engines.vllm.rollouts import VllmOutput
 from weightplane.inference_agent.spans import Span
 
+from .models import ENVIRONMENT
+
 STEPS = 2
+
+
+ONE_SERVER = """
+from weightplane.cli.main import app
+from weightplane.demo import vllm_main
+
+vllm_main.REPLICAS = vllm_main.REPLICAS[:1]
+app(prog_name="weightplane")
+"""
+
+
+@dataclass
+class Demo:
+    status: int
+    said: str
+    folder: Path
+
+    @property
+    def report(self) -> dict[str, Any]:
+        assert (self.folder / "report.json").exists(), self.said
+        return dict(json.loads((self.folder / "report.json").read_text()))
+
+
+def demo(folder: Path, *command: str) -> Demo:
+    done = subprocess.run(
+        [sys.executable, *command, "--engine", "vllm", "--steps", str(STEPS), "--report", str(folder)],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return Demo(done.returncode, done.stdout + done.stderr, folder)
 
 
 def test_every_step_is_published_to_both_servers_and_their_log_probabilities_are_the_trainers(
     golden: object, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "weightplane.cli", "demo", "--engine", "vllm", "--steps", str(STEPS)]
-    done = subprocess.run(
-        [*command, "--report", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert (tmp_path / "report.json").exists(), done.stdout + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
+    found = demo(tmp_path, "-m", "weightplane.cli", "demo")
+    report = found.report
     assert report["engine"] == "vllm" and report["digests_match"] is True
     assert report["versions"] == {"replica-a": STEPS + 1, "replica-b": STEPS + 1}
     assert [p["version"] for p in report["publishes"]] == list(range(1, STEPS + 2))
@@ -36,19 +69,17 @@ def test_every_step_is_published_to_both_servers_and_their_log_probabilities_are
     assert 0 < report["logprob_gap_most"] < 1e-5, "vLLM does not compute with the trainer's weights"
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     # Two steps do not learn to sort: the verdict and the exit status say so.
-    assert report["learned"] is False and done.returncode == 5 and "did NOT learn" in done.stdout
+    assert report["learned"] is False and found.status == 5 and "did NOT learn" in found.said
 
 
 def test_the_control_publishes_nothing_and_its_reward_does_not_rise(golden: object, tmp_path: Path) -> None:
-    """``--no-sync``: the same loop and the same servers; what they serve gets stale, as the log-probabilities tell."""
-    command = [sys.executable, "-m", "weightplane.cli", "demo", "--engine", "vllm", "--no-sync", "--steps", str(STEPS)]
-    done = subprocess.run(
-        [*command, "--report", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
+    """``--no-sync``: the same loop; what is served gets stale, as the log-probabilities tell. Nothing is published, so
+    one server shows as much as two."""
+    control = demo(tmp_path, "-c", ONE_SERVER, "demo", "--no-sync")
+    report = control.report
+    assert control.status == 0, control.said
     assert report["sync"] is False and report["publishes"] == [] and report["digests_match"] is None
-    assert report["versions"] == {"replica-a": 0, "replica-b": 0} and report["rose"] is False
+    assert report["versions"] == {"replica-a": 0} and report["rose"] is False
     assert report["logprob_gap_most"] > 1e-4, "the servers' weights followed the trainer's, and nobody published"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .models import ENVIRONMENT
+from .models import CORE, ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("vllm_offline.py", "vllm_async_in_flight.py", "vllm_http_fleet.py")
@@ -20,7 +20,7 @@ def run(name: str, *checkpoints: Path) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *map(str, checkpoints)],
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0"},
+        env={**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": CORE},
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,7 +13,7 @@ import pytest
 from tests.inference_agent.server import Server
 from weightplane.trainer_agent import Publisher, PublishError, SafetensorsSource, UpdateFailed
 
-from .models import ENVIRONMENT, PROMPTS
+from .models import CORE, ENVIRONMENT, PROMPTS
 from .test_offline import Program
 
 Golden = dict[str, list[list[int]]]
@@ -25,7 +25,7 @@ def program(golden: object, folders: dict[str, Path], plane: Server) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", CORE)
         made = Program(folders["MA"], plane, "experts", worker_extension_cls="tests.vllm.planted.Planted")
         yield made
         made.close()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.inference_agent.server import Server, eventually
+from tests.inference_agent.server import eventually
 from weightplane.cli.client import connect
 from weightplane.controlplane.core.model import CachePolicy
 from weightplane.inference_agent.engines.gate import VersionTag
@@ -28,42 +24,13 @@ from weightplane.trainer_agent import Publisher, StateDictSource
 from weightplane.v1 import common_pb2, fleet_pb2
 
 from .fleet import Fleet, tensors_of
-from .fresh import LONGEST, OVERRIDES, fresh
-from .models import ENVIRONMENT
-from .servers import VllmServer
+from .fresh import fresh
 
 PROMPT = [1, *((7 * i) % 500 + 5 for i in range(99))]
-TOTAL = 3000  # long enough that a publish comes in its middle
+TOTAL = 700  # an operator's hold sees to it that a publish comes in its middle
 COMPARED = 200
 POLICIES = (CachePolicy.CLEAR, CachePolicy.KEEP, CachePolicy.SALT)
 TURN, ANSWER = 60, 40
-
-
-class TellingServer(VllmServer):
-    """One that tells versions and cached tokens of each output, with small blocks."""
-
-    def launch(self) -> VllmServer:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
-        command += ["--enforce-eager", "--enable-scale-out", "--enable-prompt-tokens-details", "--block-size", "32"]
-        command += [
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            str(LONGEST),
-            "--max-num-seqs",
-            "8",
-            "--port",
-            str(self.port),
-        ]
-        command += ["--kv-cache-memory-bytes", str(64 << 20), "--host", "127.0.0.1"]
-        command += ["--hf-overrides", json.dumps(OVERRIDES)]
-        command += ["--weight-transfer-config", '{"backend": "weightplane"}']
-        environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=subprocess.STDOUT, process_group=0
-            )
-        return self
 
 
 @dataclass
@@ -97,13 +64,9 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def one(
-    golden: object, folders: dict[str, Path], plane: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
-    logs = tmp_path_factory.mktemp("generation")
-    server = TellingServer(folders["A"], logs / "a.log").start()
-    with Fleet("generation", plane, {"a": server}, logs) as fleet:
-        yield fleet
+def one(pair: Fleet) -> Fleet:
+    """Its server ``a`` is the one that is asked."""
+    return pair
 
 
 class Trainer:
@@ -182,6 +145,7 @@ def played(trainer: Trainer, rollouts: Rollouts, folders: dict[str, Path]) -> Pl
     """Everything that is compared with fresh engines, which are started once, after it."""
     flights: dict[CachePolicy, Any] = {}
     turns: dict[CachePolicy, Any] = {}
+    trainer.publish("A", cache="clear")  # the servers are shared: whoever came before left what it liked
     old = rollouts.generate(PROMPT, max_tokens=TOTAL, temperature=0)[0].tokens
     cases: list[tuple[Path, list[int], int]] = []
     for policy in POLICIES:

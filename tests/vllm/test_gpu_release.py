@@ -139,7 +139,7 @@ def test_the_drivers_call_what_the_release_has(driven: tuple[Driver, Any]) -> No
     driver.initialise([{"socket": "s"}], 60)
     driver.pause(PauseMode.KEEP, True, 5)
     assert driver.is_paused(5) and driver.is_sleeping(5) and driver.alive(5)
-    driver.update({"do": "apply"}, "7", 60)
+    driver.update({"do": "apply"}, lambda: "7", 60)
     driver.clear_cache(5)
     driver.resume(5)
     assert llm.calls == [

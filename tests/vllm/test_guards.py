@@ -22,7 +22,7 @@ from weightplane.controlplane.core.model import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.async_llm import AsyncDriver
-from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, DriverTimeout
+from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, DriverTimeout, Label
 from weightplane.inference_agent.engines.vllm.http import HttpDriver
 from weightplane.inference_agent.engines.vllm.links import Listener, WorkerLink
 from weightplane.inference_agent.engines.vllm.offline import OfflineDriver
@@ -52,6 +52,8 @@ class Worker:
 
     def abort(self, update_id: str, reason: str) -> None:
         self.freed.set()
+
+    def leave(self, update_id: str, reason: str) -> None: ...
 
     def agent_gone(self) -> None: ...
 
@@ -123,7 +125,7 @@ class Pretended(Driver):
     def wake(self, tags: Sequence[str], last: bool, timeout: float) -> None:
         self.calls.append(f"wake {' '.join(tags)}{' last' if last else ''}")
 
-    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
+    def update(self, info: Mapping[str, Any], label: Label, timeout: float) -> None:
         self.calls.append(str(info["do"]))
 
     def clear_cache(self, timeout: float) -> None:
@@ -175,6 +177,66 @@ def test_the_old_cache_is_gone_before_generation_goes_on(policy: CachePolicy) ->
         e.resume("operator")
         clear = ["clear"] if policy is CachePolicy.CLEAR else []
         assert driver.calls == ["KEEP", "apply", *clear, "resume"]
+
+
+class Held(Pretended):
+    """Its call that streams ends when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[str | None] = []
+        self.ends = threading.Event()
+
+    def update(self, info: Mapping[str, Any], label: Label, timeout: float) -> None:
+        assert self.ends.wait(timeout)
+        self.labels.append(label())
+
+
+def test_what_is_dropped_in_place_is_not_called_by_its_version() -> None:
+    """vLLM's call ends either way, and with it comes the label of what it generates from then on."""
+    for dropped in (False, True):
+        driver = Held()
+        with engine(driver) as e:
+            e.begin(update(Mode.IN_PLACE))
+            e.pause("update", PauseMode.KEEP)
+            assert e.wait_paused("update", 5)
+            e.writing("u")
+            under_way = e._streaming
+            assert under_way is not None
+            if dropped:
+                e.abort("u", wrote=False, reason="enough")
+            driver.ends.set()
+            under_way.result(5)
+            assert driver.labels == [None if dropped else "3"]
+
+
+class Clearing(Pretended):
+    clears_as_it_pauses = True
+
+
+def test_a_cache_that_the_pause_cleared_is_not_cleared_again() -> None:
+    """Nothing is cached while it stands still: only where it may have gone on since is it cleared once more."""
+    for mode, woken, clear in (
+        (PauseMode.KEEP, False, []),
+        (PauseMode.WAIT, False, ["clear"]),
+        (PauseMode.KEEP, True, ["clear"]),
+    ):
+        driver = Clearing()
+        with engine(driver) as e:
+            e.begin(update())
+            e.pause("update", mode)
+            assert e.wait_paused("update", 5)
+            if woken:  # a wake-up by hand lets it run: the pauses are begun again
+                e._desk.again()
+                assert e.wait_paused("update", 5)
+            e.apply("u")
+            e.commit("u")
+            assert driver.calls[driver.calls.index("apply") :] == ["apply", *clear]
+            e.resume("update")
+            e.begin(update())
+            e.pause("update", PauseMode.KEEP)
+            assert e.wait_paused("update", 5)
+            assert e._desk.cleared("update"), "each pause counts for itself"
 
 
 def test_the_pause_of_an_update_recomputes_what_is_in_flight() -> None:
@@ -344,7 +406,7 @@ def test_every_data_parallel_instance_is_called(two: list[Instance]) -> None:
     driver.initialise([{"token": "t0"}, {"token": "t1"}], 5)
     driver.pause(PauseMode.KEEP, True, 5)
     assert driver.is_paused(5)
-    driver.update({"do": "apply"}, "7", 5)
+    driver.update({"do": "apply"}, lambda: "7", 5)
     driver.clear_cache(5)
     driver.resume(5)
     for n, instance in enumerate(two):
@@ -441,7 +503,7 @@ def test_an_update_that_somebody_left_open_does_not_wedge_vllm(driven: tuple[Dri
     """Trap 7: while vLLM counts an update as active it refuses the next start."""
     driver, llm = driven
     llm.active = True
-    driver.update({"do": "apply"}, "7", 5)
+    driver.update({"do": "apply"}, lambda: "7", 5)
     assert not llm.active
 
 
@@ -451,5 +513,5 @@ def test_a_call_that_never_returns_ends_by_our_deadline(driven: tuple[Driver, An
     llm.stuck = True
     begin = time.monotonic()
     with pytest.raises(DriverTimeout) as late:
-        driver.update({"do": "apply"}, "7", 0.3)
+        driver.update({"do": "apply"}, lambda: "7", 0.3)
     assert isinstance(late.value, DriverError) and time.monotonic() - begin < 2

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ from weightplane.trainer_agent import PublishError, UpdateFailed
 from .fleet import Fleet, tensors_of
 
 Golden = dict[str, list[list[int]]]
+LONG, LONGER = 700, 1900
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def test_weights_go_there_and_back(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
     """A -> B -> A -> B on both at once: tokens are a fresh engine's, the label is our version, its evidence is told."""
-    assert pair.tokens("a") == golden["A"]
-    assert {s.label() for s in pair.servers.values()} == {"default"}
     for target in ("B", "A", "B"):
         receipt = pair.publish(folders[target])
         assert receipt.committed and {r.state for r in receipt.replicas} == {"READY"}
@@ -40,37 +40,37 @@ def test_weights_go_there_and_back(pair: Fleet, folders: dict[str, Path], golden
     }
 
 
-@pytest.mark.parametrize(
-    ("spoil", "named"),
-    [
-        pytest.param(lambda t: t.pop(Q), Q, id="a part of a fused set is missing"),
-        pytest.param(lambda t: t.update({"model.layers.0.who.weight": t[Q]}), "model.layers.0.who.weight", id="extra"),
-        pytest.param(lambda t: t.update({Q: t[Q][:, :64].contiguous()}), Q, id="mis-shaped"),
-        pytest.param(lambda t: t.update({Q: t[Q].int()}), Q, id="mis-typed"),
-        pytest.param(lambda t: t.pop("model.norm.weight"), "model.norm.weight", id="missing"),
-    ],
-)
+SPOILT: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a part of a fused set is missing": (lambda t: t.pop(Q), Q),
+    "extra": (lambda t: t.update({"model.layers.0.who.weight": t[Q]}), "model.layers.0.who.weight"),
+    "mis-shaped": (lambda t: t.update({Q: t[Q][:, :64].contiguous()}), Q),
+    "mis-typed": (lambda t: t.update({Q: t[Q].int()}), Q),
+    "missing": (lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
+}
+
+
 def test_what_does_not_fit_is_refused_before_the_first_byte(
-    pair: Fleet, folders: dict[str, Path], golden: Golden, spoil: Any, named: str
+    pair: Fleet, folders: dict[str, Path], golden: Golden
 ) -> None:
     """Trap 3. By name; nothing is written; the engines go on, and the next publish is exact."""
     before = pair.publish(folders["A"])
-    tensors = tensors_of(folders["B"])
-    spoil(tensors)
-    with pytest.raises(UpdateFailed) as failed:
-        pair.publish(tensors)
-    failures = failed.value.failures
-    assert set(failures) & {"a", "b"} and all(f.reason == "MANIFEST_MISMATCH" for f in failures.values())
-    assert all(named in f.tensors and named in f.message for f in failures.values()), failures
-    for name in pair.servers:
-        assert pair.weights(name) == ("READY", before.version) and pair.tokens(name) == golden["A"]
+    for what, (spoil, named) in SPOILT.items():
+        tensors = tensors_of(folders["B"])
+        spoil(tensors)
+        with pytest.raises(UpdateFailed) as failed:
+            pair.publish(tensors)
+        failures = failed.value.failures
+        assert set(failures) & {"a", "b"} and all(f.reason == "MANIFEST_MISMATCH" for f in failures.values()), what
+        assert all(named in f.tensors and named in f.message for f in failures.values()), failures
+        for name in pair.servers:
+            assert pair.weights(name) == ("READY", before.version) and pair.tokens(name) == golden["A"], what
     pair.publish(folders["B"])
     assert pair.tokens("a") == golden["B"]
 
 
 def test_requests_in_flight_keep_their_prefix(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
     """Traps 8, 9: what was made stays, the rest is what the new weights make of it; nothing is dropped or stale."""
-    prompt, total = [1, 10, 20, 30], 450
+    prompt, total = [1, 10, 20, 30], 200
     pair.publish(folders["A"])
     old = pair.servers["a"].generate(prompt, total)
     made: dict[str, list[list[int]]] = {n: [] for n in pair.servers}
@@ -105,10 +105,12 @@ def test_requests_in_flight_keep_their_prefix(pair: Fleet, folders: dict[str, Pa
 
 def test_bytes_arrive_while_a_request_generates(pair: Fleet, folders: dict[str, Path]) -> None:
     """One long request from before the publish until after it; the bytes do not wait for it to end."""
-    for _ in range(5):  # on a busy machine a publish may take longer than the longest request: that shows nothing
+    # On a busy machine a publish may take longer than a request: that shows nothing, and a longer one follows.
+    for length in (LONG, LONG, LONGER, LONGER, LONGER):
         pair.publish(folders["A"])
         made: list[int] = []
-        thread = threading.Thread(target=lambda made=made: made.extend(pair.servers["a"].stream([1, 7], 1900)))
+        request = partial(pair.servers["a"].stream, [1, 7], length)
+        thread = threading.Thread(target=lambda made=made, request=request: made.extend(request()))
         thread.start()
         try:
             eventually(lambda made=made: made, 60, "tokens come")  # type: ignore[misc]
@@ -116,7 +118,7 @@ def test_bytes_arrive_while_a_request_generates(pair: Fleet, folders: dict[str, 
             going_on = thread.is_alive()
         finally:
             thread.join(120)
-        assert len(made) == 1900
+        assert len(made) == length
         if going_on:
             break
     assert going_on, "the publish ended only after the request"
@@ -182,8 +184,8 @@ def test_a_stopped_worker_stops_nobody_else(pair: Fleet, folders: dict[str, Path
     try:
         begin = time.monotonic()
         with pytest.raises(PublishError):
-            pair.publish(folders["B"], update_timeout=8)
-        assert time.monotonic() - begin < 10
+            pair.publish(folders["B"], update_timeout=5)
+        assert time.monotonic() - begin < 7
         assert pair.tokens("a") == golden["A"]
         eventually(lambda: pair.weights("a") == ("READY", before.version), 5, "a is READY")
     finally:
@@ -226,3 +228,18 @@ def test_an_engine_that_restarts_behind_its_agent_is_joining(
     receipt = pair.publish(folders["B"])
     assert {r.replica_id: r.state for r in receipt.replicas} == {"a": "READY", "b": "READY"}
     assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
+
+
+def test_an_engine_that_restarts_is_caught_up_from_the_trainers_snapshot(
+    pair: Fleet, folders: dict[str, Path], golden: Golden
+) -> None:
+    """No publish: the trainer is in its next step, and what it retained brings the engine back."""
+    with pair.publisher(folders["B"], retain="memory") as publisher:
+        receipt = publisher.publish(step=pair.step)
+        pair.servers["a"].kill()
+        eventually(lambda: pair.replica("a").weights == "JOINING", 10, f"a is JOINING: {pair.log('a')}")
+        pair.servers["a"].start()
+        eventually(lambda: pair.weights("a") == ("READY", receipt.version), 60, f"caught up: {pair.log('a')}")
+        assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
+        again = publisher.publish(step=pair.step + 1)
+        assert {r.replica_id: r.state for r in again.replicas} == {"a": "READY", "b": "READY"}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.inference_agent.server import Server
+from tests.inference_agent.server import Server, eventually
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.trainer_agent import Publisher, SafetensorsSource, StateDictSource, UpdateFailed
 
 from .fleet import tensors_of
-from .models import ENVIRONMENT, PROMPTS, TOKENS, dtype_of
+from .models import CORE, ENVIRONMENT, PROMPTS, TOKENS, dtype_of
 from .orders import ASLEEP, Orders
 
 Golden = dict[str, list[list[int]]]
@@ -23,10 +23,11 @@ Golden = dict[str, list[list[int]]]
 class Program:
     """What a user writes: an ``LLM`` and an agent; ``publish`` as the trainer of the same program would."""
 
-    def __init__(self, model: Path, plane: Server, group: str, **options: Any) -> None:
+    def __init__(
+        self, model: Path, plane: Server, group: str, engine_options: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
         from vllm import LLM
 
-        from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
         from weightplane.inference_agent.engines.vllm.offline import OfflineDriver
 
         self.llm = LLM(
@@ -43,9 +44,26 @@ class Program:
         self.first, self.other = (n if "TA16" not in str(model) else f"T{n}16" for n in "AB")
         self.plane, self.group, self.step = plane, group, 0
         self.driver = OfflineDriver(self.llm)
-        self.engine = VllmEngine(self.driver, start_timeout_s=60)
-        self.agent = InferenceAgent(plane.address, group, "a", self.engine).start()
+        self._attach(engine_options or {})
+
+    def _attach(self, options: Mapping[str, Any]) -> None:
+        from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
+
+        self.engine = VllmEngine(self.driver, start_timeout_s=60, **options)
+        self.agent = InferenceAgent(self.plane.address, self.group, "a", self.engine).start()
         assert self.agent.wait_live(20)
+
+    def restart_agent(self, **options: Any) -> None:
+        """Another agent, with other options of the engine, in place of the one."""
+        first = self.agent.incarnation
+        self.agent.stop()
+        self.engine.close()
+        self._attach(options)
+        eventually(lambda: self.there(first), 20, "the new agent is known")
+
+    def there(self, other_than: str) -> bool:
+        r = self.plane.state(self.group).replicas["a"]
+        return r.incarnation != other_than and r.reported
 
     def generate(self, prompts: list[list[int]], tokens: int = TOKENS) -> list[list[int]]:
         from vllm import SamplingParams
@@ -73,7 +91,7 @@ def program(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", CORE)
         inside = request.param == "this process"
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if inside else "1")
         made = Program(folders["A" if inside else "TA16"], plane, "offline-in" if inside else "offline")

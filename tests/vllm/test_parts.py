@@ -19,12 +19,13 @@ from weightplane.controlplane.core.placement import full_placement
 from weightplane.controlplane.core.planner import make_plan
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
-from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError
+from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, Label
 from weightplane.inference_agent.engines.vllm.http import HttpDriver
 from weightplane.inference_agent.engines.vllm.links import Listener, WorkerLink
 from weightplane.inference_agent.engines.vllm.pausing import PauseDesk
 from weightplane.inference_agent.vllm_plugin import wire
 from weightplane.inference_agent.vllm_plugin.session import WorkerSession, error_from, error_json
+from weightplane.inference_agent.vllm_plugin.sleeping import listen
 from weightplane.transports.base import ChannelAborted, ChannelTimeout, PeerLost
 
 MANIFEST = Manifest.of([TensorMeta("a", "float32", (4, 8)), TensorMeta("b", "float32", (4, 8), "a")])
@@ -97,7 +98,7 @@ class Recorded(Driver):
     def wake(self, tags: Sequence[str], last: bool, timeout: float) -> None:
         self.calls.append("wake")
 
-    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
+    def update(self, info: Mapping[str, Any], label: Label, timeout: float) -> None:
         self.calls.append("update")
 
     def clear_cache(self, timeout: float) -> None:
@@ -203,6 +204,9 @@ class Pretend:
 
     def abort(self, update_id: str, reason: str) -> None:
         self.aborted.append(reason)
+
+    def leave(self, update_id: str, reason: str) -> None:
+        """Nothing is received ahead of an order here."""
 
     def agent_gone(self) -> None:
         self.gone.set()
@@ -333,3 +337,71 @@ def test_an_unreachable_server_is_named() -> None:
         driver.pause(PauseMode.KEEP, True, 1)
     with pytest.raises(ValueError, match="expected http"):
         HttpDriver(["ftp://x"])
+
+
+class Told:
+    """A witness of orders to sleep; ``no``: what it refuses."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.no = ""
+
+    def falls_asleep(self, level: int) -> None:
+        self._hear("falls_asleep", level)
+
+    def wakes_up(self, tags: Any) -> None:
+        self._hear("wakes_up", tags)
+
+    def woke_up(self, tags: Any) -> None:
+        self._hear("woke_up", tags)
+
+    def discards(self, tags: Any) -> None:
+        self._hear("discards", tags)
+
+    def _hear(self, what: str, of: Any) -> None:
+        if what == self.no:
+            raise RuntimeError("no")
+        self.said.append((what, of))
+
+
+def test_orders_of_others_to_a_worker_are_heard() -> None:
+    """Each once, whoever listens twice; what is refused does not happen; a worker of nobody sleeps as ever."""
+
+    class Base:
+        def __init__(self, told: Told | None) -> None:
+            self.told, self.did = told, list[Any]()
+
+        def wake_up(self, tags: Any = None) -> None:
+            self.did.append(("wake_up", tags))
+
+        def discard(self, tags: Any) -> None:
+            self.did.append(("discard", tags))
+
+    class Worker(Base):
+        def sleep(self, level: int = 1) -> None:
+            self.did.append(("sleep", level))
+
+    for _ in range(2):
+        assert listen(Worker, lambda w: w.told)
+    mine, nobodys = Worker(Told()), Worker(None)
+    for w in (mine, nobodys):
+        w.sleep()
+        w.sleep(level=2)
+        w.wake_up(["weights"])
+        w.wake_up(tags=None)
+        w.discard(("kv_cache",))
+        assert [what for what, _ in w.did] == ["sleep", "sleep", "wake_up", "wake_up", "discard"]
+    assert mine.told is not None and mine.told.said == [
+        ("falls_asleep", 1),
+        ("falls_asleep", 2),
+        *(("wakes_up", ["weights"]), ("woke_up", ["weights"])),
+        *(("wakes_up", None), ("woke_up", None)),
+        ("discards", ("kv_cache",)),
+    ]
+    for no, call in (("falls_asleep", mine.sleep), ("wakes_up", mine.wake_up)):
+        mine.told.no, before = no, list(mine.did)
+        with pytest.raises(RuntimeError, match="no"):
+            call()
+        assert mine.did == before
+    assert not hasattr(Base, "sleep"), "the class above is as it was"
+    assert not listen(Base, lambda w: w.told)

@@ -55,7 +55,7 @@ def test_one_stopped_worker_ends_the_update_of_both(two: Fleet, folders: dict[st
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(UpdateFailed):
-            two.publish(folders["B"], update_timeout=6)
+            two.publish(folders["B"], update_timeout=4)
     finally:
         os.kill(pid, signal.SIGCONT)
     eventually(lambda: two.there("a") and two.weights("a")[0] != "UPDATING", 60, "it is back")

@@ -12,6 +12,7 @@ import typer
 from .client import DEFAULT_ADDRESS, AddressOption, GroupOption, dial
 from .exits import Exit
 from .launched import AnnounceOption, ExitWithOption, announce, exit_with
+from .network import AdvertiseOption, DataOption, InterfaceOption, on_network
 from .output import complain, console, err
 from .serve import LogJsonOption, LogLevelOption, configure_logging
 
@@ -51,6 +52,17 @@ def inference_agent(
     generate: Annotated[
         str, typer.Option("--generate", help="host:port of the minimal /generate endpoint (port 0: a free one).")
     ] = "",
+    retain: Annotated[
+        str,
+        typer.Option("--retain", help="Keep a copy of each version for replicas that come late: memory, or a folder."),
+    ] = "",
+    retain_bytes: Annotated[int, typer.Option("--retain-bytes", min=0, help="Bound of that copy; 0 = none.")] = 0,
+    data: DataOption = "",
+    advertise: AdvertiseOption = "",
+    interface: InterfaceOption = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow ports off loopback without TLS. Anyone in reach can use them.")
+    ] = False,
     serve_unsynced: Annotated[
         bool, typer.Option("--serve-unsynced", help="Generate before the first update too (experiments' control).")
     ] = False,
@@ -62,10 +74,14 @@ def inference_agent(
     """Make an engine a replica, until SIGTERM or Ctrl-C: it then leaves in good order."""
     configure_logging(log_level, log_json)
     exit_with(parent)
+    if insecure:
+        os.environ["WEIGHTPLANE_INSECURE"] = "1"  # for every port that a transport opens in this process
+    on_network("DATA", data, advertise, interface or ())
     from weightplane.controlplane.ports import PortRefused, check_free
     from weightplane.inference_agent.agent import InferenceAgent
     from weightplane.inference_agent.generate import GenerateServer
     from weightplane.inference_agent.serve import EngineFailed, run_agent
+    from weightplane.transports.retained import Retainer
 
     sys.path.insert(0, os.getcwd())  # a factory beside the user is found, as by python itself
     host, _, port = generate.rpartition(":")
@@ -91,6 +107,8 @@ def inference_agent(
             generate_host=host.strip("[]") or "127.0.0.1",
             generate_port=int(port) if generate else None,
             serve_unsynced=serve_unsynced,
+            insecure_generate=os.environ.get("WEIGHTPLANE_INSECURE", "") == "1",
+            retain=Retainer(retain, retain_bytes) if retain else None,
             on_ready=ready,
         )
     except EngineFailed as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import grpc
 import typer
@@ -16,6 +15,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from weightplane.controlplane.dial import Dial, PlaintextRefused
+from weightplane.controlplane.handshake import trouble
 from weightplane.v1.agent_pb2_grpc import AgentServiceStub
 from weightplane.v1.common_pb2 import Failure as FailureMessage
 from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
@@ -59,7 +59,8 @@ _ADVICE = {
     "NOT_ENOUGH_REPLICAS": "start replicas (weightplane inference-agent), and see weightplane status -g {group}",
     "UPDATE_IN_PROGRESS": "weightplane watch -g {group} follows it; weightplane abort -g {group} ends it",
     "NO_TRANSPORT": "weightplane doctor on both hosts says which transport works and why not",
-    "UNAUTHENTICATED": "give a token with WEIGHTPLANE_TOKEN, or a certificate with --cert and --key",
+    "UNAUTHENTICATED": "give a token (WEIGHTPLANE_TOKEN), or a certificate (WEIGHTPLANE_CA, _CERT and _KEY)",
+    "PERMISSION_DENIED": "use a token or a certificate that has the role and the group that are asked for",
     "UNKNOWN_OUTCOME": "weightplane updates -g {group} shows what became of it once a coordinator leads again",
 }
 
@@ -97,18 +98,8 @@ def dial(address: str) -> Dial:
 
     WEIGHTPLANE_INSECURE=1 allows plaintext off loopback. Raises ``typer.BadParameter`` for what cannot be.
     """
-    ca, cert, key = (os.environ.get(f"WEIGHTPLANE_{n}", "") for n in ("CA", "CERT", "KEY"))
     try:
-        pem = {n: Path(path).read_bytes() for n, path in (("ca", ca), ("cert", cert), ("key", key)) if path}
-        return Dial(
-            address,
-            tls=bool(ca),
-            ca_pem=pem.get("ca", b""),
-            cert_pem=pem.get("cert", b""),
-            key_pem=pem.get("key", b""),
-            token=os.environ.get("WEIGHTPLANE_TOKEN", ""),
-            insecure=os.environ.get("WEIGHTPLANE_INSECURE", "") == "1",
-        )
+        return Dial.from_environment(address)
     except PlaintextRefused:
         raise typer.BadParameter(
             f"--address {address} is not a loopback address: use TLS (WEIGHTPLANE_CA), or, where the network is "
@@ -141,6 +132,27 @@ class _BearerInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClien
         return continuation(self._with(client_call_details), request)
 
 
+#: Seconds before a call that came to nothing is made again: its connection broke, or its answer was lost.
+_AGAIN_S = (0.1, 0.3)
+
+
+class _AgainInterceptor(grpc.UnaryUnaryClientInterceptor):
+    """Makes a call again that was UNAVAILABLE, within its deadline: a look, or a change that counts once by its
+    ``request_id``."""
+
+    def intercept_unary_unary(self, continuation, client_call_details, request):  # type: ignore[no-untyped-def]
+        asked: Any = client_call_details
+        end = time.monotonic() + (asked.timeout or 0.0)
+        call = continuation(asked, request)
+        for pause in _AGAIN_S:
+            left = end - time.monotonic() - pause
+            if call.code() is not grpc.StatusCode.UNAVAILABLE or left <= 0:
+                break
+            time.sleep(pause)
+            call = continuation(asked._replace(timeout=left), request)
+        return call
+
+
 @contextmanager
 def connect(
     address: str, timeout: float = 10.0, as_json: bool = False, group: str = "", changes: bool = False
@@ -149,7 +161,7 @@ def connect(
 
     ``group``: the one that the advice is about. ``changes``: the command asks for a change, not for a look.
     """
-    channel = open_channel(address)
+    channel = grpc.intercept_channel(open_channel(address), _AgainInterceptor())
     try:
         yield Connection(
             address,
@@ -202,8 +214,9 @@ def _explain(error: grpc.RpcError, address: str, as_json: bool, group: str) -> E
     exit_code = _CODES.get(code, Exit.REFUSED)
     text = failure.message if failure is not None else str(error.details() or "")
     if code is grpc.StatusCode.UNAVAILABLE:
-        text = f"no control plane answers at {address}: {text}"
-        advice = START_ONE
+        found = trouble(dial(address))
+        text = f"no control plane answers at {address}: {found or text}"
+        advice = START_ONE if not found else "docs/security.md tells how TLS is turned on, and what each refusal means"
     else:
         advice = _ADVICE.get(reason, "").format(group=group or "GROUP")
     if as_json:

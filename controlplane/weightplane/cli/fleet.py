@@ -84,6 +84,9 @@ def _replica_table(replicas: list[fleet_pb2.ReplicaInfo], reached: bool = False)
     ]
     columns = ["replica", "weights", "version", "liveness", "admin", "routable", "paused by"]
     table("replicas", [*columns, "reached by"] if reached else columns, rows)
+    for r in replicas:
+        if r.catch_up:
+            console.print(f"{r.replica_id}: {r.catch_up}", markup=False)
 
 
 def _liveness(r: fleet_pb2.ReplicaInfo) -> str:

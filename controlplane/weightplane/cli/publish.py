@@ -22,6 +22,7 @@ from .client import (
     words,
 )
 from .exits import Exit
+from .network import AdvertiseOption, DataOption, InterfaceOption, on_network
 from .output import complain, console, emit_json, err, human_bytes, seconds, table
 from .refusals import Told, check_transport, how_to_convert
 
@@ -43,6 +44,9 @@ def publish(
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for the update.")] = 120.0,
     wait: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the replicas.")] = 30.0,
     takeover: Annotated[bool, typer.Option("--takeover", help="Fence a trainer that still holds the group.")] = False,
+    data: DataOption = "",
+    advertise: AdvertiseOption = "",
+    interface: InterfaceOption = None,
     address: AddressOption = DEFAULT_ADDRESS,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,6 +58,7 @@ def publish(
 
     one_of("--mode", mode, ("", "staged", "in_place"))
     one_of("--verify", verify, ("", "off", "sampled", "full"))
+    on_network("PULL", data, advertise, interface or ())
     how = dial(address)
     told = Told(address, group, timeout, as_json)
     handle: Any = None

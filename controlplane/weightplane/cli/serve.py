@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,8 @@ LogJsonOption = Annotated[bool, typer.Option("--log-json", help="Structured logs
 
 
 _OTHER_PORT = "stop the other (perhaps a control plane that runs already), or listen elsewhere: --listen HOST:PORT"
+_TOKENS = "one line each: ROLE[+ROLE...][@GROUP[,GROUP...]] TOKEN"
+_FILES = "name files that this user may read; weightplane certs DIR makes a development authority and certificates"
 _OWN_ADDRESS = "listen on an address of this host, and a port that you may take: --listen HOST:PORT"
 
 
@@ -51,19 +54,27 @@ def controlplane(
     listen: Annotated[
         str, typer.Option("--listen", envvar="WEIGHTPLANE_LISTEN", help="host:port; port 0 takes a free one.")
     ] = DEFAULT_ADDRESS,
+    probes: Annotated[
+        str, typer.Option("--probes", help="host:port for HTTP /livez, /readyz and /groups/G/routable; empty: none.")
+    ] = "",
+    gateway: Annotated[
+        str, typer.Option("--gateway", help="host:port for the contract as HTTP and JSON (curl); empty: none.")
+    ] = "",
     store: Annotated[
         str, typer.Option("--store", help="sqlite:PATH (survives restarts) or memory: (forgets everything).")
     ] = "sqlite:weightplane.db",
     beat_s: Annotated[float, typer.Option("--beat", min=0.05, help="Seconds between heartbeats.")] = 1.0,
     ttl_s: Annotated[float, typer.Option("--ttl", min=0.15, help="Seconds of silence that end a lease.")] = 3.0,
-    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", exists=True, help="PEM certificate chain.")] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", exists=True, help="PEM private key.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="PEM certificate chain; read anew.")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="PEM private key; read anew.")] = None,
     tls_client_ca: Annotated[
-        Path | None, typer.Option("--tls-client-ca", exists=True, help="PEM; demand client certificates signed by it.")
+        Path | None, typer.Option("--tls-client-ca", help="PEM; demand client certificates signed by it. Read anew.")
     ] = None,
     tokens: Annotated[
         Path | None,
-        typer.Option("--tokens", exists=True, dir_okay=False, help="File of lines: ROLE[+ROLE...] TOKEN."),
+        typer.Option(
+            "--tokens", help="File of lines ROLE[+ROLE...][@GROUP[,GROUP...]] TOKEN (or WEIGHTPLANE_TOKENS). Read anew."
+        ),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow plaintext off loopback. Anyone in reach can change weights.")
@@ -79,7 +90,7 @@ def controlplane(
     from weightplane.controlplane.dial import check_port
     from weightplane.controlplane.ports import PortRefused, check_free
     from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
-    from weightplane.controlplane.server.security import Security, Tls, is_loopback, parse_tokens
+    from weightplane.controlplane.server.security import Security, Tls, parse_tokens
     from weightplane.controlplane.store import StoreError, open_store
 
     if ttl_s < 2 * beat_s:
@@ -88,25 +99,43 @@ def controlplane(
         )
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("--tls-cert and --tls-key go together")
-    token_text = tokens.read_text(encoding="utf-8") if tokens is not None else os.environ.get("WEIGHTPLANE_TOKENS", "")
-    if tls_cert is None and not insecure and not is_loopback(listen):
-        raise typer.BadParameter(
-            f"--listen {listen} is not loopback: give --tls-cert and --tls-key, or, where the network is trusted, "
-            "--insecure (anyone who reaches the port could then replace the fleet's weights)"
-        )
+    if tls_client_ca is not None and tls_cert is None:
+        raise typer.BadParameter("--tls-client-ca needs --tls-cert and --tls-key: clients are asked during TLS")
+    tls = Tls(tls_cert, tls_key, tls_client_ca) if tls_cert is not None and tls_key is not None else None
     try:
-        check_port(listen, 0)
-        tls = Tls(tls_cert, tls_key, tls_client_ca) if tls_cert is not None and tls_key is not None else None
+        given = {} if tokens is not None else parse_tokens(os.environ.get("WEIGHTPLANE_TOKENS", ""))
+        security = Security(tls=tls, tokens=given, token_file=tokens, insecure=insecure)
+    except ValueError as error:
+        complain(f"WEIGHTPLANE_TOKENS: {error}", "", Exit.USAGE, False, _TOKENS)
+    http = {option: address for option, address in (("--probes", probes), ("--gateway", gateway)) if address}
+    addresses = {"--listen": listen, **http}
+    if gateway and not all(map(find_spec, ("starlette", "uvicorn"))):
+        complain("--gateway needs starlette and uvicorn", "", Exit.USAGE, False, "pip install 'weightplane[gateway]'")
+    for option, address in addresses.items():
+        if not insecure and (problem := security.problem(address)):
+            lacks = "--tls-client-ca or --tokens" if tls is not None else "--tls-cert and --tls-key"
+            raise typer.BadParameter(
+                f"{option} {address} is not loopback: {problem}: {lacks}; or, where the network is trusted, --insecure"
+            )
+    try:
+        for address in addresses.values():
+            check_port(address, 0)
         config = ServerConfig(
             store=open_store(store),
             address=listen,
+            probes=probes,
+            gateway=gateway,
             core=Config(beat_s=beat_s, ttl_s=ttl_s, routing_budget_s=5 * ttl_s),
-            security=Security(tls=tls, tokens=parse_tokens(token_text), insecure=insecure),
+            security=security,
         )
+        security.read()  # before the store is opened: what cannot be used is named first
     except (StoreError, ValueError) as error:
         complain(str(error), "", Exit.USAGE, False, "weightplane controlplane --help")
+    except OSError as error:
+        complain(f"{error.filename}: {error.strerror}", "", Exit.USAGE, False, _FILES)
     try:
-        check_free(listen)  # before the store is opened: it must not lose its leader to one that cannot listen
+        for address in addresses.values():
+            check_free(address)  # before the store is opened: it must not lose its leader to one that cannot listen
     except PortRefused as error:
         complain(str(error), "", Exit.REFUSED, False, _OTHER_PORT if error.taken else _OWN_ADDRESS)
 
@@ -118,8 +147,10 @@ def controlplane(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, over.set)
         exit_with(parent)
-        announce(to, address=running.address, store=store)
-        console.print(f"control plane listens on {running.address}, store {store}; stop it with Ctrl-C")
+        also = {k: v for k, v in (("probes", running.probes), ("gateway", running.gateway)) if v}
+        announce(to, address=running.address, store=store, **also)
+        asked = "".join(f", {what} on {where}" for what, where in also.items())
+        console.print(f"control plane listens on {running.address}{asked}, store {store}; stop it with Ctrl-C")
         await over.wait()
         with contextlib.suppress(asyncio.CancelledError):
             await running.stop()

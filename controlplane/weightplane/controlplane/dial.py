@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import base64
-import ipaddress
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from .addresses import is_loopback
+from .pems import check_pair
+from .renewing import RenewingChannel
+
 __all__ = ["CLIENT_OPTIONS", "Dial", "PlaintextRefused", "check_port"]
 
 _MIB = 1 << 20
+_FILES = ("ca", "cert", "key")
+#: gRPC gives an attempt to connect this long, under that option's odd name. A busy server's TLS takes more than 100 ms.
+_HANDSHAKE_MS = 5_000
 #: Pings find a dead connection within half a minute; our server forgives them at any rate. Retries are ours to make.
 CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 16 * _MIB),
@@ -45,6 +53,7 @@ def check_port(address: str, least: int = 1) -> None:
 class Dial:
     """Where and how to dial. PEM texts, not paths. ``token``: sent as bearer token with every call.
 
+    ``files``: where the three were read (empty for one that is not there); they are read anew when they change.
     Without ``tls`` only a loopback address (or a Unix socket) may be dialled, unless ``insecure`` says that the
     network is trusted. ``ca_pem`` empty = the system's authorities; ``cert_pem`` and ``key_pem`` for mTLS.
     """
@@ -55,6 +64,7 @@ class Dial:
     cert_pem: bytes = field(default=b"", repr=False)
     key_pem: bytes = field(default=b"", repr=False)
     token: str = field(default="", repr=False)
+    files: tuple[str, ...] = ()
     server_name: str = ""
     insecure: bool = False
 
@@ -66,29 +76,52 @@ class Dial:
             raise ValueError("a client certificate and its key come together")
         if (self.ca_pem or self.cert_pem) and not self.tls:
             raise ValueError("certificates are given, but tls is off")
-        if not self.tls and not self.insecure and not self._is_loopback():
+        if not self.tls and not self.insecure and not is_loopback(self.address):
             raise PlaintextRefused(
                 f"{self.address} is not a loopback address: use TLS, or say insecure=True if the network is trusted"
             )
 
-    def _is_loopback(self) -> bool:
-        if self.address.startswith("unix:"):
-            return True
-        host = self.address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
-        try:
-            return host == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return False
+    @classmethod
+    def from_environment(cls, address: str) -> Dial:
+        """As WEIGHTPLANE_CA, _CERT, _KEY (files), _TOKEN and _INSECURE=1 say. Raises ``ValueError`` and ``OSError``."""
+        paths = {n: os.environ.get(f"WEIGHTPLANE_{n.upper()}", "") for n in _FILES}
+        if (paths["cert"] or paths["key"]) and not paths["ca"]:
+            raise ValueError("WEIGHTPLANE_CERT and _KEY are shown over TLS, which WEIGHTPLANE_CA turns on: set it")
+        ca, cert, key = (Path(path).read_bytes() if path else b"" for path in paths.values())
+        return cls(
+            address,
+            tls=bool(ca),
+            ca_pem=ca,
+            cert_pem=cert,
+            key_pem=key,
+            files=tuple(paths.values()) if ca else (),
+            token=os.environ.get("WEIGHTPLANE_TOKEN", ""),
+            insecure=os.environ.get("WEIGHTPLANE_INSECURE", "") == "1",
+        )
 
     def channel(self) -> grpc.Channel:
         """A new channel; it connects when it is first used, and again by itself."""
-        options: list[tuple[str, Any]] = [*CLIENT_OPTIONS]
         if not self.tls:
-            return grpc.insecure_channel(self.address, options)
+            return grpc.insecure_channel(self.address, [*CLIENT_OPTIONS])
+        if self.files:
+            there = tuple(filter(None, self.files))
+            return RenewingChannel(there, lambda: self.read_again()._secure())
+        return self._secure()
+
+    def _secure(self) -> grpc.Channel:
+        options: dict[str, Any] = {**dict(CLIENT_OPTIONS), "grpc.min_reconnect_backoff_ms": _HANDSHAKE_MS}
         if self.server_name:
-            options.append(("grpc.ssl_target_name_override", self.server_name))
+            options["grpc.ssl_target_name_override"] = self.server_name
         credentials = grpc.ssl_channel_credentials(self.ca_pem or None, self.key_pem or None, self.cert_pem or None)
-        return grpc.secure_channel(self.address, credentials, options)
+        return grpc.secure_channel(self.address, credentials, [*options.items()])
+
+    def read_again(self) -> Dial:
+        """The same with what its files hold now. Raises ``ValueError`` and ``OSError``."""
+        ca, cert, key = (Path(f) if f else None for f in self.files)
+        if cert is not None and key is not None:
+            check_pair(cert, key, ca)
+        pems = {f"{n}_pem": Path(f).read_bytes() for n, f in zip(_FILES, self.files, strict=True) if f}
+        return replace(self, files=(), **pems)  # type: ignore[arg-type]
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -97,7 +130,7 @@ class Dial:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, secrets included: for a pipe to a child process, never for a log."""
-        out = {k: getattr(self, k) for k in ("address", "tls", "token", "server_name", "insecure")}
+        out = {k: getattr(self, k) for k in ("address", "tls", "token", "files", "server_name", "insecure")}
         for k in ("ca_pem", "cert_pem", "key_pem"):
             out[k] = base64.b64encode(getattr(self, k)).decode()
         return out
@@ -106,4 +139,4 @@ class Dial:
     def from_dict(cls, data: dict[str, Any]) -> Dial:
         """What ``to_dict`` gave."""
         pems = {k: base64.b64decode(data[k]) for k in ("ca_pem", "cert_pem", "key_pem")}
-        return cls(**{**data, **pems})
+        return cls(**{**data, "files": tuple(data["files"]), **pems})

@@ -1,18 +1,21 @@
 """Failpoints: named places where a test may make the product fail. A no-op unless a hook is installed.
 
-``WEIGHTPLANE_FAILPOINTS="name=action[@n];..."`` arms them as a process starts: ``kill`` (SIGKILL itself), ``stop``
-(SIGSTOP itself), ``raise`` (FailpointError), each at the n-th hit (default 1). Library use: ``set_hook``.
+``WEIGHTPLANE_FAILPOINTS="name=action[@n];..."`` arms them as a process starts, each at the n-th hit (default 1); the
+actions are those of ``perform``. Library use: ``set_hook``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
-__all__ = ["FailpointError", "hit", "set_hook"]
+__all__ = ["FailpointError", "hit", "known", "perform", "set_hook"]
 
 Hook = Callable[[str, int], None]
 
@@ -45,13 +48,47 @@ def hit(name: str) -> None:
         hook(name, n)
 
 
+#: Whether an action takes seconds after a colon.
+_ACTIONS = {"kill": False, "stop": False, "raise": False, "full": False, "block": True, "hold-gil": True}
+
+
+def known(action: str) -> bool:
+    """Whether ``perform`` can do this."""
+    verb, _, seconds = action.partition(":")
+    if verb not in _ACTIONS or bool(seconds) is not _ACTIONS[verb]:
+        return False
+    return not seconds or seconds.replace(".", "", 1).isdigit()
+
+
+def perform(action: str, name: str) -> None:
+    """Do it to this process, here: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (FailpointError), ``full`` (no
+    space left on device), ``block:S`` (this thread sleeps S seconds), ``hold-gil:S`` (so do all of Python's).
+    """
+    if not known(action):
+        raise ValueError(f"failpoint {name}: {action!r} is none of {', '.join(_ACTIONS)}")
+    verb, _, seconds = action.partition(":")
+    if verb == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif verb == "stop":
+        # To this thread: sent to the process, another one may be picked, and this one goes on until that one has run.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    elif verb == "block":
+        time.sleep(float(seconds))
+    elif verb == "hold-gil":
+        ctypes.PyDLL(None).poll(None, ctypes.c_ulong(0), round(float(seconds) * 1000))  # PyDLL keeps the lock
+    elif verb == "full":
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: failpoint {name}")
+    else:
+        raise FailpointError(f"failpoint {name}")
+
+
 def _parse(spec: str) -> dict[str, tuple[str, int]]:
     armed: dict[str, tuple[str, int]] = {}
     for part in filter(None, (p.strip() for p in spec.split(";"))):
         name, sep, action = part.partition("=")
         verb, _, nth = action.partition("@")
-        if not sep or verb not in {"kill", "stop", "raise"} or (nth and not nth.isdigit()):
-            raise ValueError(f"WEIGHTPLANE_FAILPOINTS: {part!r} is not name=kill|stop|raise[@n]")
+        if not sep or not known(verb) or (nth and not nth.isdigit()):
+            raise ValueError(f"WEIGHTPLANE_FAILPOINTS: {part!r} is not name={'|'.join(_ACTIONS)}[:seconds][@n]")
         armed[name] = (verb, int(nth or 1))
     return armed
 
@@ -64,14 +101,8 @@ def _from_environment() -> None:
 
     def hook(name: str, n: int) -> None:
         verb, nth = armed.get(name, ("", 0))
-        if n != nth:
-            return
-        if verb == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif verb == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            raise FailpointError(f"failpoint {name} (hit {n})")
+        if n == nth:
+            perform(verb, name)
 
     set_hook(hook)
 

@@ -117,6 +117,7 @@ class HeartbeatHelper:
         self._fd = _shared_file()
         self._page = Page(self._fd)
         self._last = HelperStatus.STARTING, ""
+        self._before = 0  # beats of the processes before this one
         self._closed = False
 
     def start(self) -> None:
@@ -126,6 +127,7 @@ class HeartbeatHelper:
                 return
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             env.pop("WEIGHTPLANE_FAILPOINTS", None)  # they are meant for the member
+            self._before = self._page.beats
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "weightplane.controlplane.heartbeat"],
                 stdin=subprocess.PIPE,
@@ -185,6 +187,12 @@ class HeartbeatHelper:
         with self._lock:
             return 0 if self._closed else self._page.beats
 
+    @property
+    def silent(self) -> bool:
+        """Whether the process that runs now has not beaten yet."""
+        with self._lock:
+            return not self._closed and self._page.beats == self._before
+
     def progress(self, value: int) -> None:
         """Publish the member's progress counter; it should rise while work is done."""
         with self._lock:
@@ -205,9 +213,12 @@ class HeartbeatHelper:
             return
         assert process.stdin is not None
         try:
-            process.stdin.close()  # its sign to leave
+            process.stdin.write(b"leave\n")
+            process.stdin.close()
         except BrokenPipeError:
-            pass
+            pass  # it has left
+        except OSError:
+            process.kill()  # somebody closed our end: it cannot be told
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
 """The heartbeat helper itself: the program that ``HeartbeatHelper`` starts. Imports grpc and the stubs, nothing more.
 
-One line of JSON on stdin says who it beats for; the end of stdin means leave. It exits 0 whatever happened: its parent
-reads the shared page.
+One line of JSON on stdin says who it beats for; a second one means leave. The end of stdin without it means that the
+parent is dying: what runs a GPU closes its pipes at once and is gone a second or more later, and others should know at
+once. The helper exits 0 whatever happened: its parent reads the shared page.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import queue
 import random
 import select
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +32,7 @@ __all__ = ["Parent", "main", "reason_of"]
 
 _LOOK_S = 0.2  # between two looks at the parent
 _BACKOFF_S = (0.1, 1.0)
+_EXITING = 0x4  # PF_EXITING of a process's flags in /proc: it runs no code of its own any more
 _OUTBOX = 4  # beats that may wait for a stalled stream: older ones are worth nothing
 
 
@@ -45,24 +46,28 @@ class Parent:
             self._pidfd = os.pidfd_open(pid)
         self._born = self._stat()[1]
 
-    def _stat(self) -> tuple[str, str]:
-        """(state letter, start time); empty when it is gone."""
+    def _stat(self) -> tuple[str, str, int]:
+        """(state letter, start time, flags); empty when it is gone."""
         try:
             rest = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
-            return "", ""
-        return rest[0], rest[19]
+            return "", "", 0
+        return rest[0], rest[19], int(rest[6])
 
     def state(self) -> agent_pb2.ProcessState.ValueType:
         """RUNNING, STOPPED or DEAD."""
         if self._pidfd >= 0 and select.select([self._pidfd], [], [], 0)[0]:
             return agent_pb2.PROCESS_STATE_DEAD
-        letter, born = self._stat()
+        letter, born, _ = self._stat()
         if not letter or born != self._born or os.getppid() != self.pid:
             return agent_pb2.PROCESS_STATE_DEAD
         if letter == "Z" and self._pidfd < 0:
             return agent_pb2.PROCESS_STATE_DEAD
         return agent_pb2.PROCESS_STATE_STOPPED if letter in "tT" else agent_pb2.PROCESS_STATE_RUNNING
+
+    def alive(self) -> bool:
+        """Whether it runs code still. Not, as soon as it is on its way out, however long that takes."""
+        return self.state() != agent_pb2.PROCESS_STATE_DEAD and not self._stat()[2] & _EXITING
 
     def wait(self, others: list[int], seconds: float) -> list[int]:
         """Sleep; wakes when the parent dies or one of ``others`` is readable (those are returned)."""
@@ -142,6 +147,8 @@ class _Beater:
         self._channel = self._dial.channel()
         self._stub = agent_pb2_grpc.AgentServiceStub(self._channel)
         self._sequence = 0
+        self._stdin = [0]
+        self._dead = False
 
     def run(self) -> None:
         """Until the parent dies, stdin ends, or a newer helper took over."""
@@ -183,22 +190,28 @@ class _Beater:
 
     def _beat(self, stream: _Stream) -> None:
         self._sequence += 1
-        if stream.beat(self._sequence, self._page.progress, self._parent.state()):
+        state = agent_pb2.PROCESS_STATE_DEAD if self._dead else self._parent.state()
+        if stream.beat(self._sequence, self._page.progress, state):
             self._page.beats += 1
 
     def _leave(self, seconds: float) -> str:
         """Sleep; "dead" when the parent died, "stop" when it asked us to leave, else empty."""
-        readable = self._parent.wait([0], seconds)
+        readable = self._parent.wait(self._stdin, seconds)
         if self._parent.state() == agent_pb2.PROCESS_STATE_DEAD:
             return "dead"
-        if 0 not in readable or os.read(0, 4096):
+        if 0 not in readable:
             return ""
-        self._parent.wait([], 0.1)  # a dying process closes its pipes a moment before it is gone
-        return "dead" if self._parent.state() == agent_pb2.PROCESS_STATE_DEAD else "stop"
+        if os.read(0, 4096):
+            return "stop"
+        if not self._parent.alive():
+            return "dead"
+        self._stdin = []  # somebody closed its descriptors: it lives, and is watched by its pid alone
+        return ""
 
     def _last_word(self, stream: _Stream | None, why: str) -> None:
         """Say DEAD, on a new stream if there is none; all of it within 0.8 s."""
         if why == "dead":
+            self._dead = True
             if stream is None or stream.ended.is_set():
                 stream = _Stream(self._stub, self._hello, self._dial.metadata)
             end = time.monotonic() + 0.4
@@ -214,9 +227,21 @@ def _describe(error: Any) -> tuple[str, str]:
     return (reason_of(error), str(error.details())) if error is not None else ("", "the stream ended")
 
 
+def _first_line() -> bytes:
+    """Who it beats for; empty if it is to leave already. Not buffered: what comes later is waited for by ``select``."""
+    read = b""
+    while b"\n" not in read:
+        more = os.read(0, 1 << 16)
+        if not more:
+            return b""
+        read += more
+    line, _, rest = read.partition(b"\n")
+    return b"" if rest else line
+
+
 def main() -> int:
     """The program."""
-    line = sys.stdin.buffer.readline()
+    line = _first_line()
     if line:
         _Beater(json.loads(line)).run()
         os._exit(0)  # at once: gRPC's own shutdown may take its time, and nothing here needs it

@@ -17,18 +17,22 @@ from typing import Any
 
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.events import Report
-from weightplane.controlplane.core.model import SLEEP_TAGS, Held
-from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.model import SLEEP_TAGS, Held, Stage
+from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus
 from weightplane.controlplane.names import NAME_RULE, check_labels, check_text, is_name
+from weightplane.transports import grpc_tls
 from weightplane.transports.base import Transport
+from weightplane.transports.retained import Retainer
+from weightplane.transports.serving import order_of
 from weightplane.v1 import agent_pb2
 
 from . import codec
 from .engines.base import Engine
 from .faults import failure_of
 from .hello import enabled_transports, hello_message
+from .keeping import why_not
 from .operations import Operations
 from .rpc import AgentCalls
 from .session import ControlSession, SessionStatus
@@ -80,7 +84,8 @@ class InferenceAgent:
 
     ``dial``: where the control plane is (an address is enough on loopback). ``transports``: names, or instances by
     name; default: every registered one that works here. ``serving_address``: where routers reach the engine.
-    ``heartbeat=False`` sends no heartbeats (the lease then ends; for tests). Thread-safe.
+    ``heartbeat=False`` sends no heartbeats (the lease then ends; for tests). ``retain``: keep a copy of each version,
+    from which other replicas are caught up. Thread-safe.
     """
 
     def __init__(
@@ -94,10 +99,14 @@ class InferenceAgent:
         transports: Sequence[str] | Mapping[str, Transport] | None = None,
         serving_address: str = "",
         heartbeat: bool = True,
+        retain: Retainer | None = None,
     ) -> None:
         for what, name in (("group", group), ("replica_id", replica_id)):
             if not is_name(name):
                 raise ValueError(f"{what}: expected {NAME_RULE}, found {name!r}")
+        if retain is not None and (why := why_not(engine)):
+            raise ValueError(f"retain: {why}")
+        self._retain = retain
         self.dial = Dial(dial) if isinstance(dial, str) else dial
         self.group, self.replica_id, self.engine = group, replica_id, engine
         self._labels = {str(k): str(v) for k, v in (labels or {}).items()}
@@ -116,6 +125,7 @@ class InferenceAgent:
         self._state = core.ReplicaState(replica_id, "")
         self._life = ""
         self._told: tuple[float, int] = (0.0, 0)
+        self._beat_s, self._beat_at = 1.0, 0.0
 
     # --- the user's side
 
@@ -123,6 +133,7 @@ class InferenceAgent:
         """Begin; returns at once (``wait_live`` waits). An agent starts once."""
         if self._thread is not None:
             raise RuntimeError("an agent starts once; make a new one")
+        grpc_tls.present(self.dial)
         self._channel = self.dial.channel()
         self._begin_life()
         self._thread = threading.Thread(target=self._run, name=f"weightplane-agent-{self.replica_id}", daemon=True)
@@ -148,6 +159,7 @@ class InferenceAgent:
             self._session.stop(reason if leave else "")
         self._end_life(reason)
         self._channel.close()
+        grpc_tls.withdraw(self.dial)
 
     def wait_live(self, timeout: float = 10.0) -> bool:
         """Wait until the control stream is open."""
@@ -200,10 +212,18 @@ class InferenceAgent:
             len(engine.workers),
             paused=engine.holders() - {"dirty", "sleep"},
             asleep=tuple(t for t in SLEEP_TAGS if t in engine.asleep()),
+            retained=copy.says if self._retain is not None and (copy := self._retain.get()) is not None else None,
         )
         calls = AgentCalls(self.dial, self._channel, self.group, self.replica_id)
         self._ops = Operations(
-            engine, calls, self.group, self.replica_id, incarnation, self._transports, self._events.put
+            engine,
+            calls,
+            self.group,
+            self.replica_id,
+            incarnation,
+            self._transports,
+            self._events.put,
+            self._retain,
         )
         hello = hello_message(
             self.group,
@@ -270,9 +290,10 @@ class InferenceAgent:
     def _take(self, event: Any) -> None:
         if isinstance(event, agent_pb2.Welcome):
             assert self._ops is not None
+            self._beat_s, self._beat_at = event.heartbeat_ms / 1000 or 1.0, time.monotonic()
             self._ops.new_session()
         elif isinstance(event, agent_pb2.DesiredReplica):
-            self._handle(core.Desired(codec.desired(event)))
+            self._desired(event)
         elif isinstance(event, _Restart):
             self._reborn(event.why)
         elif isinstance(event, _Leave):
@@ -283,6 +304,15 @@ class InferenceAgent:
                 self._helper.stop()
         else:
             self._handle(event)
+
+    def _desired(self, message: agent_pb2.DesiredReplica) -> None:
+        """The newest desired state; one that is not for us changes nothing, nor does what it says of catch-ups."""
+        assert self._ops is not None
+        desired = codec.desired(message)
+        self._handle(core.Desired(desired))
+        if self._state.newest is desired:
+            orders = [order_of(m, self.group) for m in message.serve]
+            self._ops.serve(orders)
 
     def _handle(self, event: Any) -> None:
         assert self._ops is not None
@@ -302,7 +332,8 @@ class InferenceAgent:
         landed = self._ops.landed
         report: Report = core.report_of(self._state, landed, self.engine.running_requests)
         self._told = (time.monotonic(), landed)
-        self._session.publish(replace(report, held=self.engine.held()))
+        receipts = self._ops.receipts(report.update_id) if report.stage is Stage.PREPARED else ()
+        self._session.publish(replace(report, held=self.engine.held()), receipts)
 
     def _look(self) -> None:
         """Between events: deadlines, progress, the helper, and whether the engine is still the one we know."""
@@ -312,6 +343,7 @@ class InferenceAgent:
         if self.engine.life != self._life:
             self._reborn("the engine was restarted behind its agent")
             return
+        self._look_asleep()
         helper = self._helper
         if helper is not None:
             helper.progress(self._ops.progress)
@@ -319,10 +351,28 @@ class InferenceAgent:
             if not helper.alive() and status is not SessionStatus.SUPERSEDED:
                 log.warning("replica %s: the heartbeat helper is gone; starting another", self.replica_id)
                 helper.start()
+            now = time.monotonic()
+            if self._session is not None and helper.silent and now - self._beat_at >= self._beat_s:
+                self._beat_at = now  # a process takes seconds to start on a busy machine, more than a lease may have
+                self._session.beat(self._ops.progress)
         at, told = self._told
         if self._ops.landed != told and time.monotonic() - at >= _PROGRESS_S:
             self._state = replace(self._state, sequence=self._state.sequence + 1)
             self._report()
+
+    def _look_asleep(self) -> None:
+        """Whether somebody else put the engine to sleep or woke it up, while no order of ours is under way."""
+        s, t, engine = self._state, self._state.taking, self.engine
+        if s.sleep_begun > s.sleep_done:
+            return
+        asleep = tuple(tag for tag in SLEEP_TAGS if tag in engine.asleep())
+        mixed = engine.mixed() if asleep and (t is None or t.over) else ""  # in an update a mix may be in the making
+        if asleep == s.asleep and not (mixed and not s.dirty):
+            return
+        log.warning("replica %s: its engine sleeps (%s) by no order of ours", self.replica_id, ", ".join(asleep) or "-")
+        engine.heed_sleep()
+        lost = Failure(Reason.ENGINE, mixed, self.replica_id) if mixed else None
+        self._handle(core.SleepDone(0, asleep, engine.held(), None, lost))
 
     def _reborn(self, why: str) -> None:
         log.warning("replica %s: %s; a new incarnation begins", self.replica_id, why)

@@ -90,7 +90,9 @@ def failure_message(f: Failure) -> common_pb2.Failure:
     )
 
 
-def report_message(r: Report, desired_revision: int) -> agent_pb2.ReplicaReport:
+def report_message(
+    r: Report, desired_revision: int, receipts: Sequence[update_pb2.Receipt] = ()
+) -> agent_pb2.ReplicaReport:
     """A report as it goes on the stream (under 64 KiB, whatever it says)."""
     m = agent_pb2.ReplicaReport(
         sequence=r.sequence,
@@ -113,7 +115,13 @@ def report_message(r: Report, desired_revision: int) -> agent_pb2.ReplicaReport:
         running_requests=r.running_requests,
         asleep=r.asleep,
         sleep_order=r.sleep_order,
+        receipts=receipts,
     )
+    if r.retained is not None:
+        m.retained.held.CopyFrom(_held(r.retained.held))
+        m.retained.manifest_id = r.retained.manifest_id
+    for catch_up_id, why in r.serve_failures:
+        m.serve_failures.add(catch_up_id=catch_up_id, failure=failure_message(why))
     if r.sleep_failure is not None:
         m.sleep_failure.CopyFrom(failure_message(r.sleep_failure))
     if r.dirty_reason is not None:
@@ -195,6 +203,7 @@ def _update(m: agent_pb2.DesiredUpdate) -> DesiredUpdate:
         decision=_decision(m.decision),
         failure=failure(m.failure) if m.HasField("failure") else None,
         remaining_s=m.remaining_ms / 1000,
+        holds=Held(m.holds.version, m.holds.update_id) if m.HasField("holds") else None,
     )
 
 

@@ -34,7 +34,7 @@ def failure_of(error: BaseException, replica_id: str, doing: str) -> Failure:
     if isinstance(error, TransportError):
         peers = f" (peers: {', '.join(error.peers)})" if error.peers else ""
         reason = Reason.DEADLINE if isinstance(error, ChannelTimeout) else Reason.TRANSPORT
-        return Failure(reason, f"{text}{peers}", replica_id)
+        return Failure(reason, f"{text}{peers}", replica_id, "", error.tensors[:5], len(error.tensors))
     if isinstance(error, EngineError):
         return Failure(Reason.ENGINE, text, replica_id, "", error.tensors[:5], len(error.tensors))
     if isinstance(error, ManifestError):

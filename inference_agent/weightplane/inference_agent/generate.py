@@ -4,21 +4,25 @@
 ``{"completions": [{"tokens", "logprobs", "spans", "finished"}], "incarnation"}``. ``GET /version``, ``/routable``,
 ``/digests`` (LIVE, read back from memory). It is for demos and tests: loopback, no authentication, no batching across
 requests. Every forward pass runs inside ``engine.forward()``.
+
+A request may say in the header ``Weightplane-Min-Version`` which version it needs at least: a replica that holds less
+answers 503 before it generates, so that a proxy that sent it here by older knowledge sends it to another.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
+from weightplane.controlplane.addresses import is_loopback_host
+from weightplane.controlplane.bounded_http import BoundedHttpServer
 from weightplane.controlplane.core.model import NONE_HELD
 from weightplane.transports.digest import hex_digest
 
@@ -29,10 +33,14 @@ __all__ = ["GenerateServer", "Generated", "Generator"]
 
 log = logging.getLogger("weightplane.inference_agent")
 
+_MOST_CONNECTIONS = 256
 _MAX_BODY = 1 << 20
+_DISCARD = 8 << 20  # bytes of a body that is too large which are read all the same
 _MAX_PROMPTS = 1024
 _MAX_TOKENS = 1 << 16
 _PUBLISH_WAIT_S = 3.0
+_GRACE_S = 5.0  # for requests in flight when it ends
+_FLOOR = "Weightplane-Min-Version"
 _TIMEOUT_S = 30.0  # on reading a request: a client that sends half of one holds no thread for ever
 
 Gate = Callable[[], AbstractContextManager[Any]]
@@ -88,8 +96,13 @@ class GenerateServer:
         serve_unsynced: bool = False,
         insecure: bool = False,
     ) -> None:
-        if not insecure and not _is_loopback(host):
-            raise ValueError(f"/generate has no authentication: {host} needs insecure=True, or listen on 127.0.0.1")
+        if not is_loopback_host(host):
+            if not insecure:
+                text = f"/generate has no authentication: {host} needs insecure=True (--insecure)"
+                raise ValueError(f"{text}, or listen on 127.0.0.1")
+            log.warning(
+                "INSECURE, as asked for: /generate listens on %s, off loopback, and asks nobody who calls", host
+            )
         self._engine, self._generator = engine, generator
         self._stop_with, self._unsynced = stop_with, serve_unsynced
         self._digests: Callable[[], dict[str, int]] | None = getattr(engine, "live_digests", None)
@@ -98,8 +111,8 @@ class GenerateServer:
         class Handler(_Handler):
             server_owner = owner
 
-        self._http = ThreadingHTTPServer((host, port), Handler)
-        self._http.daemon_threads = True
+        self._running, self._stopping, self._quiet = 0, False, threading.Condition()
+        self._http = BoundedHttpServer((host, port), Handler, _MOST_CONNECTIONS)
         self._thread = threading.Thread(target=self._http.serve_forever, name="weightplane-generate", daemon=True)
 
     @property
@@ -113,16 +126,35 @@ class GenerateServer:
         self._thread.start()
         return self
 
-    def stop(self) -> None:
-        """End. Requests in flight are cut off with the process. Idempotent."""
+    def stop(self, grace_s: float = _GRACE_S) -> bool:
+        """Take no more requests; whether those in flight ended in time. Idempotent.
+
+        A thread that is inside torch when the interpreter ends brings the process down with SIGABRT: whoever ends the
+        process closes the engine after this, which ends their passes, and asks once more.
+        """
+        self._stopping = True
         self._http.shutdown()
         self._http.server_close()
         self._thread.join(2)
+        with self._quiet:
+            return self._quiet.wait_for(lambda: not self._running, grace_s)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One request, until its answer is written: ``stop`` waits for it."""
+        with self._quiet:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._quiet:
+                self._running -= 1
+                self._quiet.notify_all()
 
     # --- what it answers
 
-    def why_not(self) -> str:
-        """Why it may not generate now; empty if it may. A publish in progress does not count."""
+    def why_not(self, floor: int = 0) -> str:
+        """Why it may not generate now, at ``floor`` or newer; empty if it may. A publish in progress does not count."""
         engine = self._engine
         mixed = engine.mixed()
         if mixed:
@@ -132,6 +164,8 @@ class GenerateServer:
             return f"its workers hold different versions: {sorted(h.version for h in held)}"
         if held == {NONE_HELD} and not self._unsynced:
             return "no update has reached this engine yet"
+        if (version := max(h.version for h in held)) < floor:
+            return f"it holds version {version}, below {floor}"
         return ""
 
     def _await_publish(self) -> None:
@@ -169,15 +203,17 @@ class GenerateServer:
         with self._engine.forward():
             return {name: hex_digest(d) for name, d in self._digests().items()}
 
-    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer one request."""
+    def generate(self, body: dict[str, Any], floor: int = 0) -> dict[str, Any]:
+        """Answer one request, with weights of version ``floor`` or newer."""
         prompts, most, temperature, seed = _checked(body)
+        if self._stopping:  # a connection that was kept
+            raise _Refused(503, "this replica is leaving")
         self._await_publish()
-        why = self.why_not()
+        why = self.why_not(floor)
         if why:
             raise _Refused(503, why)
         with self._engine.request() as request:
-            why = self.why_not()  # waiting for the pause to end may have changed it
+            why = self.why_not(floor)  # waiting for the pause to end may have changed it
             if why:
                 raise _Refused(503, why)
             made = self._generator(
@@ -212,13 +248,6 @@ class GenerateServer:
             yield tag
         finally:
             pass_.__exit__(None, None, None)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _checked(body: dict[str, Any]) -> tuple[list[list[int]], int, float, int]:
@@ -266,7 +295,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(lambda: _found(route, self.path)())
 
     def do_POST(self) -> None:
-        self._answer(lambda: self.server_owner.generate(self._body()))
+        owner = self.server_owner
+
+        with owner._counted():
+            self._answer(lambda: owner.generate(self._body(), self._floor()))
+
+    def _floor(self) -> int:
+        said: str = self.headers.get(_FLOOR, "0")
+        if not (said.isascii() and said.isdigit() and len(said) < 19):
+            raise _Refused(400, f"{_FLOOR}: expected a version, found {said[:40]!r}")
+        return int(said)
 
     def _body(self) -> dict[str, Any]:
         if self.path != "/generate":
@@ -276,6 +314,9 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             raise _Refused(411, "Content-Length is needed") from None
         if not 0 <= length <= _MAX_BODY:
+            left = min(length, _DISCARD)  # who still writes when we close hears of a broken pipe, not of its mistake
+            while left > 0 and (piece := self.rfile.read(min(left, 1 << 16))):
+                left -= len(piece)
             raise _Refused(413, f"the body may have {_MAX_BODY} bytes, this one has {length}")
         try:
             body = json.loads(self.rfile.read(length))
@@ -287,7 +328,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, work: Callable[[], dict[str, Any]]) -> None:
         try:
-            code, answer = 200, work()
+            answer = work()
+            code = 503 if answer.get("routable") is False else 200  # what asks for it looks at the status alone
         except _Refused as e:
             code, answer = e.code, {"error": e.reason}
         except EngineClosed as e:

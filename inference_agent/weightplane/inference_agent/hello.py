@@ -66,7 +66,7 @@ def hello_message(
     except PackageNotFoundError:
         software = "weightplane (not installed)"
     replica = agent_pb2.ReplicaHello(
-        labels=labels,
+        labels={**engine.labels, **labels},
         modes=[codec.number(m) for m in engine.modes],
         staging_refusal=engine.staging_refusal[:_MAX_REASON],
         pause_modes=[codec.number(m) for m in engine.pause_modes],

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import SLEEP_TAGS, Evidence, SleepOrder, Timings, Verify
+from weightplane.controlplane.core.model import SLEEP_TAGS, Evidence, Held, SleepOrder, Timings, Verify
 from weightplane.controlplane.core.plan import Plan
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.transports.base import PeerLost, Transport
+from weightplane.transports.retained import Piece, Retainer
+from weightplane.transports.serving import Order
+from weightplane.v1 import update_pb2
 
 from .caches import Newest
 from .engines.base import Description, Engine, EngineUpdate, Reception
 from .faults import Refusal, failure_of
+from .keeping import Keeping, live_pieces
 from .pauses import Pauses
 from .receipts import Ledger, RegionMemory, Sink, WorkerPlan, receipt_pages
 from .rpc import Abandoned, AgentCalls
@@ -33,6 +37,9 @@ from .transfer import Channels, LocalWorker, Transfer, Worker
 __all__ = ["Operations"]
 
 log = logging.getLogger("weightplane.inference_agent")
+
+#: Bytes of receipts that the message which votes has room for (64 KiB in all). Longer ones are delivered before it.
+WITH_VOTE = 32 << 10
 
 _KEPT = 4  # manifests, plans, sinks remembered
 _DRAIN_S = 5.0  # an aborted transfer leaves within one; after this it is left behind
@@ -52,12 +59,14 @@ class Operations:
         incarnation: str,
         transports: Mapping[str, Transport],
         emit: Callable[[Any], None],
+        retainer: Retainer | None = None,
     ) -> None:
         self._engine, self._calls = engine, calls
         self._replica_id, self._incarnation = replica_id, incarnation
         self._emit, self._group = emit, group
         self.members = [f"{replica_id}/{w}" for w in range(len(engine.workers))]
         self._channels = Channels(group, transports)
+        self._keeping = Keeping(retainer, self.members, group, calls, transports, emit) if retainer else None
         self._work, self._data = self._threads()
         self._transfer: Transfer | None = None
         self._epoch = 0
@@ -90,6 +99,8 @@ class Operations:
             self._begin(t, "checking the manifest", lambda: self._check(t))
         elif isinstance(effect, core.Pause):
             self._pauses.pause(effect.holder, effect.mode)
+            if effect.holder == "update" and t is not None and t.in_place and t.want.calls:
+                self._work.submit(lambda: self._open_ahead(t))
         elif isinstance(effect, core.Resume):
             self._pauses.resume(effect.holder)
         elif isinstance(effect, core.Sleep):
@@ -108,9 +119,22 @@ class Operations:
             t.drop_by = time.monotonic() + _DRAIN_S
             self._work.submit(lambda: self._drain(t, effect.reason))
 
+    def receipts(self, update_id: str) -> Sequence[update_pb2.Receipt]:
+        """Those that go with the vote for an update: nothing if they were delivered before it."""
+        t = self._transfer
+        return t.receipts if t is not None and t.update_id == update_id else ()
+
+    def serve(self, orders: Sequence[Order]) -> None:
+        """The catch-ups that are to be sent from our copy now."""
+        if self._keeping is not None:
+            self._keeping.serving.orders(orders)
+
     def new_session(self) -> None:
-        """The coordinator may have forgotten our placements."""
+        """The coordinator may have forgotten our placements; that of what is retained is asked for by nobody."""
         self._placed.clear()
+        keeping = self._keeping
+        if keeping is not None:
+            self._work.submit(lambda: keeping.place(self._incarnation, lambda: self._closed))
 
     @property
     def landed(self) -> int:
@@ -158,6 +182,8 @@ class Operations:
         """
         self._closed = True
         self._pauses.close()
+        if self._keeping is not None:
+            self._keeping.serving.close()
         t = self._transfer
         if t is not None:
             t.cancel(reason)
@@ -265,8 +291,9 @@ class Operations:
             if place not in self._placed:
                 self._calls.put_placement(self._incarnation, placement, manifest, t.deadline, t.cancelled.is_set)
                 self._placed.keep(place, True)
+        step, lineage = want.trainer_step, want.lineage
         engine.begin(
-            EngineUpdate(t.update_id, want.version, want.trainer_step, want.lineage, want.mode, want.cache, manifest)
+            EngineUpdate(t.update_id, want.version, step, lineage, want.mode, want.cache, manifest, want.holds)
         )
         failpoints.hit("replica.check.after")
         self._steps += 1
@@ -320,6 +347,16 @@ class Operations:
             base = opened.bytes_landed
             t.add(LocalWorker(member, self._data[w], opened, share, base, sink, ledger, channel_id=channel.channel_id))
 
+    def _open_ahead(self, t: Transfer) -> None:
+        """In place: what needs no pause is done while it begins. What fails here fails again with the arm."""
+        if t.workers or t.cancelled.is_set() or self._closed or t.abandoned:
+            return
+        try:
+            self._open(t)
+        except Exception as e:
+            log.info("update %s: its channels are opened again: %s", t.update_id, e, extra=t.extra)
+            t.workers.clear()
+
     def _arm(self, t: Transfer, seq: int) -> None:
         if not t.workers:
             self._open(t)
@@ -343,10 +380,15 @@ class Operations:
             self._read_back(t)
             evidence = self._engine.evidence
         t.verify_s = time.monotonic() - start
+        receipts = []
         for w in t.workers:
             elements = w.elements() if evidence >= Evidence.CONSUMED else 0
-            pages = receipt_pages(w.share, t.update_id, evidence, w.landed, elements, w.packed())
-            self._calls.put_receipt(self._incarnation, self._epoch, pages, t.deadline, t.cancelled.is_set)
+            receipts.append(receipt_pages(w.share, t.update_id, evidence, w.landed, elements, w.packed()))
+        if sum(page.ByteSize() for pages in receipts for page in pages) <= WITH_VOTE:
+            t.receipts = tuple(page for pages in receipts for page in pages)
+        else:
+            for pages in receipts:
+                self._calls.put_receipt(self._incarnation, self._epoch, pages, t.deadline, t.cancelled.is_set)
         failpoints.hit("replica.prepare.after")
         self._step()
         self._emit(core.Prepared(t.update_id, Timings(t.wire_s, t.verify_s)))
@@ -368,11 +410,19 @@ class Operations:
         if self._engine.evidence < Evidence.LIVE:
             return  # it showed what it can by not raising
         for i, w in enumerate(t.workers):
-            assert isinstance(w, LocalWorker)
+            if not isinstance(w, LocalWorker):
+                continue  # its own process read back, or the engine would not say LIVE
             key = (w.share.plan.id, w.member, t.layout)
             if key not in self._live:
                 self._live.keep(key, RegionMemory(w.share, self._engine.live(i)))
             w.ledger.read_back(self._live[key])
+
+    def _live_pieces(self, t: Transfer) -> dict[str, list[Piece]]:
+        """Where what is retained lies, by member; nothing is read yet."""
+        said: Description | None = self._described.get((t.manifest.id, t.layout)) if t.manifest is not None else None
+        if self._keeping is None or t.manifest is None or said is None:
+            return {}
+        return {p.member: live_pieces(self._engine.live(w), p, t.manifest) for w, p in enumerate(said.placements)}
 
     def _apply(self, t: Transfer) -> None:
         failpoints.hit("replica.apply.before")
@@ -384,6 +434,7 @@ class Operations:
                 reading = time.monotonic()
                 self._read_back(t)
                 read_s = time.monotonic() - reading
+        live = self._live_pieces(t)
         self._engine.commit(t.update_id)
         failpoints.hit("replica.apply.after")
         now = time.monotonic()
@@ -391,7 +442,11 @@ class Operations:
         self._step()
         self._forget(t)
         timings = Timings(t.wire_s, t.verify_s + read_s, paused_s, now - start - read_s)
+        if t.want.holds is not None:
+            self._channels.discard([w.channel for w in t.workers])
         self._emit(core.Applied(t.update_id, self._engine.held(), timings))
+        if self._keeping is not None and t.manifest is not None:
+            self._keeping.take(t.want.holds or Held(t.want.version, t.update_id), t.manifest, live)
 
     def _drain(self, t: Transfer, reason: str) -> None:
         if t.abandoned:

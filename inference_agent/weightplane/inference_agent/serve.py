@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from weightplane.controlplane.dial import Dial
+from weightplane.transports.retained import Retainer
 
 from .agent import InferenceAgent
 from .engines.base import Engine, RequestAborted
@@ -132,6 +133,7 @@ def run_agent(
     serving_address: str = "",
     serve_unsynced: bool = False,
     insecure_generate: bool = False,
+    retain: Retainer | None = None,
     on_ready: Callable[[InferenceAgent, GenerateServer | None], None] | None = None,
     install_signals: bool = True,
     stop: threading.Event | None = None,
@@ -139,7 +141,7 @@ def run_agent(
     """Run one replica until a signal, ``stop``, or another agent taking its name over; returns the exit status.
 
     ``generate_port``: serve ``/generate`` there (0 = any free port, None = not at all). ``on_ready`` gets the running
-    agent and server. Signals are installed on the main thread only, and put back.
+    agent and server. ``retain``: see ``InferenceAgent``. Signals are installed on the main thread only, and put back.
     """
     served = _served(engine, engine_options)
     stop = stop or threading.Event()
@@ -165,6 +167,7 @@ def run_agent(
         labels=labels,
         transports=transports,
         serving_address=serving_address or served.engine.serving_address,
+        retain=retain,
     )
     restore = _signals(stop) if install_signals else {}
     why = "it was asked to stop"
@@ -183,6 +186,8 @@ def run_agent(
         if server is not None:
             server.stop()
         served.engine.close()
+        if server is not None and not server.stop(1.0):
+            log.warning("replica %s: a request is still being generated; the process ends all the same", replica_id)
         for number, handler in restore.items():
             signal.signal(number, handler)
     return status

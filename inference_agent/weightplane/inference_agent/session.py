@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -19,7 +19,8 @@ import grpc
 from weightplane.controlplane.core.events import Report
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.dial import Dial
-from weightplane.v1 import agent_pb2, agent_pb2_grpc
+from weightplane.controlplane.handshake import trouble
+from weightplane.v1 import agent_pb2, agent_pb2_grpc, update_pb2
 
 from . import codec
 from .rpc import reason_of
@@ -51,8 +52,8 @@ class SessionStatus(StrEnum):
 class _Trouble:
     """Says why the stream is down: at once if it is another reason than before, else ever more rarely."""
 
-    def __init__(self, who: str, address: str) -> None:
-        self._who, self._address = who, address
+    def __init__(self, who: str, dial: Dial) -> None:
+        self._who, self._dial, self._address = who, dial, dial.address
         self._code: Any = None
         self._next, self._pause = 0.0, _SAID_S[0]
 
@@ -70,6 +71,8 @@ class _Trouble:
         again = f"it is dialled until then, and this is said again in {self._pause:.0f} s"
         if code in _REFUSALS:  # dialling again helps once someone mends it
             log.error("%s: the control plane at %s refuses us: %s; %s", self._who, self._address, text, again)
+        elif code is grpc.StatusCode.UNAVAILABLE and (found := trouble(self._dial)):
+            log.error("%s: no TLS with the control plane at %s: %s; %s", self._who, self._address, found, again)
         elif code is grpc.StatusCode.UNAVAILABLE:
             where = "start one (weightplane controlplane), or name its address (--address or WEIGHTPLANE_ADDRESS)"
             log.warning("%s: no control plane answers at %s: %s: %s; %s", self._who, self._address, text, where, again)
@@ -90,13 +93,15 @@ class ControlSession:
         on_superseded: Callable[[str], None],
     ) -> None:
         self._metadata = dial.metadata
-        self._trouble = _Trouble(hello.agent_id, dial.address)
+        self._trouble = _Trouble(hello.agent_id, dial)
         self._stub = agent_pb2_grpc.AgentServiceStub(channel)
         self._hello = hello
         self._on_welcome, self._on_desired, self._on_superseded = on_welcome, on_desired, on_superseded
         self._changed = threading.Condition()
         self._report: Report | None = None
+        self._receipts: Sequence[update_pb2.Receipt] = ()
         self._unsent = False
+        self._beat: int | None = None  # progress to tell with the next heartbeat of ours, if one is due
         self._goodbye: str | None = None
         self._stream = 0  # the number of the stream in use; requests of an older one end
         self._revision = 0  # of the desired state seen on this stream
@@ -110,10 +115,16 @@ class ControlSession:
         """Begin to dial."""
         self._thread.start()
 
-    def publish(self, report: Report) -> None:
+    def publish(self, report: Report, receipts: Sequence[update_pb2.Receipt] = ()) -> None:
         """Make ``report`` the newest; it goes out as soon as a stream is open, and again on every new one."""
         with self._changed:
-            self._report, self._unsent = report, True
+            self._report, self._receipts, self._unsent = report, receipts, True
+            self._changed.notify_all()
+
+    def beat(self, progress: int) -> None:
+        """Renew the lease on this stream, while there is nobody else to: the heartbeat helper has only been started."""
+        with self._changed:
+            self._beat = progress
             self._changed.notify_all()
 
     def stop(self, goodbye: str = "", timeout: float = 2.0) -> None:
@@ -189,16 +200,25 @@ class ControlSession:
     def _requests(self, mine: int) -> Iterator[agent_pb2.SessionRequest]:
         """What goes out on one stream; runs on gRPC's thread."""
         yield agent_pb2.SessionRequest(hello=self._hello)
+        beats = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stream != mine or self._unsent or self._stopped)
+                self._changed.wait_for(
+                    lambda: self._stream != mine or self._unsent or self._stopped or self._beat is not None
+                )
                 if self._stream != mine:
                     return
+                progress, self._beat = self._beat, None
                 report = self._report if self._unsent else None
+                receipts = self._receipts
                 revision, leaving = self._revision, self._stopped
                 self._unsent = False
             if report is not None:
-                yield agent_pb2.SessionRequest(report=codec.report_message(report, revision))
+                yield agent_pb2.SessionRequest(report=codec.report_message(report, revision, receipts))
+            if progress is not None:
+                beats += 1
+                beat = agent_pb2.Heartbeat(sequence=beats, progress=progress, process=agent_pb2.PROCESS_STATE_RUNNING)
+                yield agent_pb2.SessionRequest(heartbeat=beat)
             if leaving:
                 if self._goodbye is not None:
                     yield agent_pb2.SessionRequest(goodbye=agent_pb2.Goodbye(reason=self._goodbye))

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 __all__ = ["WorkThread", "detached"]
@@ -25,15 +26,7 @@ class WorkThread:
         """Queue ``work``; its future carries the result or what it raised."""
         future: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                result = work()
-            except BaseException as e:
-                future.set_exception(e)
-            else:
-                future.set_result(result)
-
-        self._queue.put(run)
+        self._queue.put(partial(_answer, future, work))
         return future
 
     def stop(self) -> None:
@@ -43,6 +36,18 @@ class WorkThread:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
+            del work  # while it waits for more, it holds nothing of what was done
+
+
+def _answer(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result = work()
+    except BaseException as e:
+        future.set_exception(e)
+    else:
+        future.set_result(result)
+    finally:
+        del future, work  # an error holds the frames that it passed, and is held by the future: it would hold itself
 
 
 def detached(name: str, work: Callable[[], None]) -> None:

@@ -19,6 +19,8 @@ from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import Channel, Mode
 from weightplane.controlplane.core.plan import Bucket
 from weightplane.transports.base import ArmToken, ChannelSpec, ReceiveChannel, Transport, TransportError
+from weightplane.transports.watchdog import abort_all
+from weightplane.v1 import update_pb2
 from weightplane.v1.transport_pb2 import Rendezvous
 
 from .engines.base import Engine
@@ -26,6 +28,10 @@ from .receipts import Ledger, Sink, WorkerPlan
 from .threads import WorkThread
 
 __all__ = ["Channels", "LocalWorker", "Transfer", "Worker", "channel_spec", "wanted_buckets"]
+
+
+#: How the id of a channel begins that is one catch-up's alone.
+CATCH_UP_CHANNEL = "c-k-"
 
 
 def channel_spec(c: Channel, group: str) -> ChannelSpec:
@@ -129,10 +135,12 @@ class Channels:
         self._open: dict[tuple[str, str], ReceiveChannel] = {}
 
     def get(self, c: Channel, member: str) -> ReceiveChannel:
-        """The member's side of ``c``, opened if need be; its sides of other channels are closed. Data thread only."""
+        """The member's side of ``c``, opened if need be; its sides of other channels are closed, but for a channel that
+        serves one catch-up and is closed after it. Data thread only."""
         with self._lock:
             found = self._open.get((c.channel_id, member))
-            old = [k for k in self._open if k[1] == member and k[0] != c.channel_id]
+            passing = c.channel_id.startswith(CATCH_UP_CHANNEL)
+            old = [k for k in self._open if k[1] == member and k[0] != c.channel_id and not passing]
             stale = [self._open.pop(k) for k in old]
         for channel in stale:
             channel.close()
@@ -170,8 +178,8 @@ class Channels:
         with self._lock:
             channels = list(self._open.values())
             self._open.clear()
+        abort_all(channels, "the agent stops")
         for channel in channels:
-            channel.abort("the agent stops")
             channel.close()
 
 
@@ -186,6 +194,7 @@ class Transfer:
         self.manifest: Manifest | None = None
         self.workers: list[Worker] = []
         self.layout = 0
+        self.receipts: tuple[update_pb2.Receipt, ...] = ()  # that go with the vote
         self.armed_at = 0.0
         self.received_at = 0.0
         self.verify_s = 0.0
@@ -221,8 +230,7 @@ class Transfer:
             self._reason = self._reason or reason
             self.cancelled.set()
             workers = list(self.workers)
-        for w in workers:
-            w.channel.abort(reason)
+        abort_all((w.channel for w in workers), reason)
 
     def add(self, worker: Worker) -> None:
         """A worker opened its channel; aborted at once if the update was dropped meanwhile."""
@@ -269,7 +277,11 @@ class Transfer:
                         w.ahead(w.armed_buckets[n])
                     else:
                         nearly.set()
-                    w.take(bucket)
+                    try:
+                        w.take(bucket)
+                    except TransportError as e:
+                        e.tensors = tuple(dict.fromkeys(w.share.name(s.region) for s in bucket.segments))
+                        raise
                     if self.in_place:
                         self._wrote = True
                     progress()
@@ -295,14 +307,18 @@ class Transfer:
                 meanwhile()
             except BaseException as error:
                 failed = error
+        done: Collection[Future[None]] = ()
         rest: Collection[Future[None]] = futures
         if failed is None:
             done, rest = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((e for f in futures if f in done and (e := f.exception()) is not None), None)
+            failed = next(filter(None, (f.exception() for f in futures if f in done)), None)
         if failed is None:
             return
         if rest:
             for w in self.workers:
                 w.channel.abort(f"another worker failed: {failed}")
             wait(rest)
-        raise failed
+        try:
+            raise failed
+        finally:
+            del failed, futures, done, rest  # the error holds this frame, so itself and all frames that it passed

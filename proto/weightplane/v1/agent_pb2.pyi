@@ -153,6 +153,7 @@ class SessionRequest(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    TRAINER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Opens the stream."""
@@ -169,6 +170,10 @@ class SessionRequest(_message.Message):
     def goodbye(self) -> Global___Goodbye:
         """The member leaves in good order: no failure, out of the next barrier."""
 
+    @_builtins.property
+    def trainer(self) -> Global___TrainerReport:
+        """What a trainer rank retains. Sent on every change, and in full each time."""
+
     def __init__(
         self,
         *,
@@ -176,12 +181,13 @@ class SessionRequest(_message.Message):
         report: Global___ReplicaReport | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        trainer: Global___TrainerReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "report", b"report", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "report", b"report", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "report", "heartbeat", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "report", "heartbeat", "goodbye", "trainer"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -579,6 +585,9 @@ class ReplicaReport(_message.Message):
     ASLEEP_FIELD_NUMBER: _builtins.int
     SLEEP_ORDER_FIELD_NUMBER: _builtins.int
     SLEEP_FAILURE_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
+    SERVE_FAILURES_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Rises within the incarnation."""
     desired_revision: _builtins.int
@@ -629,6 +638,21 @@ class ReplicaReport(_message.Message):
     def sleep_failure(self) -> _common_pb2.Failure:
         """Why it gave that order up; unset if it did not."""
 
+    @_builtins.property
+    def retained(self) -> Global___RetainedCopy:
+        """The copy that it retains for others to be caught up from; unset = none."""
+
+    @_builtins.property
+    def serve_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServeFailure]:
+        """Catch-ups that it was to send and cannot."""
+
+    @_builtins.property
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.Receipt]:
+        """With stage PREPARED: receipts of update_id that are short enough to come with the vote, each whole, 32 KiB in all.
+        Longer ones go by PutReceipt before it. One of an update that has ended since counts for nothing; what else
+        PutReceipt would refuse ends the stream.
+        """
+
     def __init__(
         self,
         *,
@@ -650,14 +674,115 @@ class ReplicaReport(_message.Message):
         asleep: _abc.Iterable[_builtins.str] | None = ...,
         sleep_order: _builtins.int = ...,
         sleep_failure: _common_pb2.Failure | None = ...,
+        retained: Global___RetainedCopy | None = ...,
+        serve_failures: _abc.Iterable[Global___ServeFailure] | None = ...,
+        receipts: _abc.Iterable[_update_pb2.Receipt] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dirty_reason", b"dirty_reason", "failure", b"failure", "sleep_failure", b"sleep_failure", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dirty_reason", b"dirty_reason", "failure", b"failure", "retained", b"retained", "sleep_failure", b"sleep_failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed_seq", b"armed_seq", "asleep", b"asleep", "bytes_received", b"bytes_received", "desired_revision", b"desired_revision", "dirty", b"dirty", "dirty_reason", b"dirty_reason", "failure", b"failure", "held", b"held", "leaving", b"leaving", "pause_holders", b"pause_holders", "running_requests", b"running_requests", "sequence", b"sequence", "sleep_failure", b"sleep_failure", "sleep_order", b"sleep_order", "stage", b"stage", "timings", b"timings", "update_id", b"update_id", "updates_since_start", b"updates_since_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed_seq", b"armed_seq", "asleep", b"asleep", "bytes_received", b"bytes_received", "desired_revision", b"desired_revision", "dirty", b"dirty", "dirty_reason", b"dirty_reason", "failure", b"failure", "held", b"held", "leaving", b"leaving", "pause_holders", b"pause_holders", "receipts", b"receipts", "retained", b"retained", "running_requests", b"running_requests", "sequence", b"sequence", "serve_failures", b"serve_failures", "sleep_failure", b"sleep_failure", "sleep_order", b"sleep_order", "stage", b"stage", "timings", b"timings", "update_id", b"update_id", "updates_since_start", b"updates_since_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaReport: _TypeAlias = ReplicaReport  # noqa: Y015
+
+@_typing.final
+class RetainedCopy(_message.Message):
+    """An immutable copy of the weights of one version, kept by a member in host memory or in a file. Whoever keeps one puts
+    its placement on every new session: a coordinator that restarted knows it no more, and asks nobody for it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    MANIFEST_ID_FIELD_NUMBER: _builtins.int
+    manifest_id: _builtins.str
+    """Its manifest; the copy holds what the member's placement of it says."""
+    @_builtins.property
+    def held(self) -> _common_pb2.HeldVersion:
+        """What it is a copy of."""
+
+    def __init__(
+        self,
+        *,
+        held: _common_pb2.HeldVersion | None = ...,
+        manifest_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "manifest_id", b"manifest_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainedCopy: _TypeAlias = RetainedCopy  # noqa: Y015
+
+@_typing.final
+class ServeFailure(_message.Message):
+    """Why a member cannot send in a catch-up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CATCH_UP_ID_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    catch_up_id: _builtins.str
+    """The catch-up."""
+    @_builtins.property
+    def failure(self) -> _common_pb2.Failure:
+        """Why."""
+
+    def __init__(
+        self,
+        *,
+        catch_up_id: _builtins.str = ...,
+        failure: _common_pb2.Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up_id", b"catch_up_id", "failure", b"failure"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeFailure: _TypeAlias = ServeFailure  # noqa: Y015
+
+@_typing.final
+class TrainerReport(_message.Message):
+    """What a trainer rank retains. State, not a step: the newest replaces all before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETAINED_FIELD_NUMBER: _builtins.int
+    SERVE_FAILURES_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """With a copy: the rank's host, as InitTransfer said. A coordinator that restarted since knows neither it nor offers."""
+    @_builtins.property
+    def retained(self) -> Global___RetainedCopy:
+        """The copy; unset = none."""
+
+    @_builtins.property
+    def serve_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServeFailure]:
+        """Catch-ups that the rank was to send and cannot."""
+
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[_transport_pb2.Rendezvous]:
+        """With a copy: how it can be sent, one offer per transport of host memory, as InitTransfer said."""
+
+    def __init__(
+        self,
+        *,
+        retained: Global___RetainedCopy | None = ...,
+        serve_failures: _abc.Iterable[Global___ServeFailure] | None = ...,
+        host_id: _builtins.str = ...,
+        offers: _abc.Iterable[_transport_pb2.Rendezvous] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retained", b"retained"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "offers", b"offers", "retained", b"retained", "serve_failures", b"serve_failures"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerReport: _TypeAlias = TrainerReport  # noqa: Y015
 
 @_typing.final
 class BucketRange(_message.Message):
@@ -779,6 +904,7 @@ class DesiredUpdate(_message.Message):
     DECISION_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """Its id."""
     version: _builtins.int
@@ -819,6 +945,12 @@ class DesiredUpdate(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """Why ABORT."""
 
+    @_builtins.property
+    def holds(self) -> _common_pb2.HeldVersion:
+        """Set in a catch-up: the committed version that the replica holds once this is applied. update_id is then the
+        catch-up's own; the replica takes it as it takes an update.
+        """
+
     def __init__(
         self,
         *,
@@ -838,14 +970,75 @@ class DesiredUpdate(_message.Message):
         decision: Global___Decision.ValueType = ...,
         failure: _common_pb2.Failure | None = ...,
         remaining_ms: _builtins.int = ...,
+        holds: _common_pb2.HeldVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "holds", b"holds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_called", b"all_called", "cache_policy", b"cache_policy", "calls", b"calls", "channels", b"channels", "decision", b"decision", "failure", b"failure", "generation", b"generation", "lineage", b"lineage", "manifest_id", b"manifest_id", "mode", b"mode", "pause_mode", b"pause_mode", "remaining_ms", b"remaining_ms", "trainer_step", b"trainer_step", "update_id", b"update_id", "verify", b"verify", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_called", b"all_called", "cache_policy", b"cache_policy", "calls", b"calls", "channels", b"channels", "decision", b"decision", "failure", b"failure", "generation", b"generation", "holds", b"holds", "lineage", b"lineage", "manifest_id", b"manifest_id", "mode", b"mode", "pause_mode", b"pause_mode", "remaining_ms", b"remaining_ms", "trainer_step", b"trainer_step", "update_id", b"update_id", "verify", b"verify", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DesiredUpdate: _TypeAlias = DesiredUpdate  # noqa: Y015
+
+@_typing.final
+class ServeOrder(_message.Message):
+    """A catch-up that a member is to send from the copy that it retains: the channel is opened and armed at once. The order
+    is over once it is given no more; its channel is then aborted.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CATCH_UP_ID_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    MANIFEST_ID_FIELD_NUMBER: _builtins.int
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    BINDING_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    GO_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    catch_up_id: _builtins.str
+    """Its id; in the place of an update's id wherever bytes are fenced."""
+    manifest_id: _builtins.str
+    """Its manifest."""
+    plan_id: _builtins.str
+    """The plan; the member sends the buckets of its own."""
+    epoch: _builtins.int
+    """The coordinator's epoch, for the fence."""
+    generation: _builtins.int
+    """The generation, for the fence."""
+    go: _builtins.bool
+    """The receivers are armed: send."""
+    hold: _builtins.bool
+    """An update is on its way: begin no further bucket until this is false again."""
+    @_builtins.property
+    def held(self) -> _common_pb2.HeldVersion:
+        """The copy to send from."""
+
+    @_builtins.property
+    def binding(self) -> _transport_pb2.ChannelBinding:
+        """What opens the channel."""
+
+    def __init__(
+        self,
+        *,
+        catch_up_id: _builtins.str = ...,
+        held: _common_pb2.HeldVersion | None = ...,
+        manifest_id: _builtins.str = ...,
+        plan_id: _builtins.str = ...,
+        binding: _transport_pb2.ChannelBinding | None = ...,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        go: _builtins.bool = ...,
+        hold: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "held", b"held"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "catch_up_id", b"catch_up_id", "epoch", b"epoch", "generation", b"generation", "go", b"go", "held", b"held", "hold", b"hold", "manifest_id", b"manifest_id", "plan_id", b"plan_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeOrder: _TypeAlias = ServeOrder  # noqa: Y015
 
 @_typing.final
 class Resolution(_message.Message):
@@ -921,6 +1114,7 @@ class DesiredReplica(_message.Message):
     PAUSE_HOLDERS_FIELD_NUMBER: _builtins.int
     PAUSE_MODE_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
+    SERVE_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Rises within the session."""
     epoch: _builtins.int
@@ -951,6 +1145,10 @@ class DesiredReplica(_message.Message):
     def sleep(self) -> Global___SleepOrder:
         """The last order to sleep or to wake; unset = none."""
 
+    @_builtins.property
+    def serve(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServeOrder]:
+        """Catch-ups that it is to send from its retained copy."""
+
     def __init__(
         self,
         *,
@@ -964,10 +1162,11 @@ class DesiredReplica(_message.Message):
         pause_holders: _abc.Iterable[_builtins.str] | None = ...,
         pause_mode: _common_pb2.PauseMode.ValueType = ...,
         sleep: Global___SleepOrder | None = ...,
+        serve: _abc.Iterable[Global___ServeOrder] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "serve", b"serve", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -986,6 +1185,7 @@ class DesiredTrainer(_message.Message):
     UPDATE_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     REBIND_FIELD_NUMBER: _builtins.int
+    SERVE_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Rises within the session."""
     epoch: _builtins.int
@@ -1004,6 +1204,10 @@ class DesiredTrainer(_message.Message):
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArmedCall]:
         """Calls of UpdateWeights known so far, for ranks that did not make them."""
 
+    @_builtins.property
+    def serve(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServeOrder]:
+        """Catch-ups that this rank is to send from the copy that it retains."""
+
     def __init__(
         self,
         *,
@@ -1014,10 +1218,11 @@ class DesiredTrainer(_message.Message):
         update: _update_pb2.UpdateInfo | None = ...,
         calls: _abc.Iterable[Global___ArmedCall] | None = ...,
         rebind: _builtins.bool = ...,
+        serve: _abc.Iterable[Global___ServeOrder] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cluster_id", b"cluster_id", "epoch", b"epoch", "fenced", b"fenced", "rebind", b"rebind", "revision", b"revision", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cluster_id", b"cluster_id", "epoch", b"epoch", "fenced", b"fenced", "rebind", b"rebind", "revision", b"revision", "serve", b"serve", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,7 +97,8 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutReceipt(self, request, context):
-        """What one worker received and applied, in pages. Safe to repeat; must come before the replica votes PREPARED.
+        """What one worker received and applied, in pages. Safe to repeat; must come before the replica votes PREPARED. A short
+        receipt may come with the vote instead (ReplicaReport.receipts).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

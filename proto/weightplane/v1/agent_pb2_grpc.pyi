@@ -45,7 +45,9 @@ class AgentServiceStub:
     PutWorkerPlacement: _grpc.UnaryUnaryMultiCallable[_agent_pb2.PutWorkerPlacementRequest, _agent_pb2.PutWorkerPlacementResponse]
     """What one worker holds of a manifest, in pages. Safe to repeat; must come before the replica reports JOINED."""
     PutReceipt: _grpc.UnaryUnaryMultiCallable[_agent_pb2.PutReceiptRequest, _agent_pb2.PutReceiptResponse]
-    """What one worker received and applied, in pages. Safe to repeat; must come before the replica votes PREPARED."""
+    """What one worker received and applied, in pages. Safe to repeat; must come before the replica votes PREPARED. A short
+    receipt may come with the vote instead (ReplicaReport.receipts).
+    """
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
@@ -64,7 +66,9 @@ class AgentServiceAsyncStub(AgentServiceStub):
     PutWorkerPlacement: _aio.UnaryUnaryMultiCallable[_agent_pb2.PutWorkerPlacementRequest, _agent_pb2.PutWorkerPlacementResponse]  # type: ignore[assignment]
     """What one worker holds of a manifest, in pages. Safe to repeat; must come before the replica reports JOINED."""
     PutReceipt: _aio.UnaryUnaryMultiCallable[_agent_pb2.PutReceiptRequest, _agent_pb2.PutReceiptResponse]  # type: ignore[assignment]
-    """What one worker received and applied, in pages. Safe to repeat; must come before the replica votes PREPARED."""
+    """What one worker received and applied, in pages. Safe to repeat; must come before the replica votes PREPARED. A short
+    receipt may come with the vote instead (ReplicaReport.receipts).
+    """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
     """The agents' side. Agents dial; the coordinator never does."""
@@ -110,6 +114,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.PutReceiptRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.PutReceiptResponse, _abc.Awaitable[_agent_pb2.PutReceiptResponse]]:
-        """What one worker received and applied, in pages. Safe to repeat; must come before the replica votes PREPARED."""
+        """What one worker received and applied, in pages. Safe to repeat; must come before the replica votes PREPARED. A short
+        receipt may come with the vote instead (ReplicaReport.receipts).
+        """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -217,6 +217,8 @@ class ReplicaInfo(_message.Message):
     MAY_NOT_JOIN_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     ASLEEP_FIELD_NUMBER: _builtins.int
+    CATCH_UP_FIELD_NUMBER: _builtins.int
+    RETAINS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its id."""
     incarnation: _builtins.str
@@ -247,6 +249,10 @@ class ReplicaInfo(_message.Message):
     """Failures in a row in updates."""
     may_not_join: _builtins.str
     """Why it may not join an update now; empty if it may."""
+    catch_up: _builtins.str
+    """The catch-up that it is in, or why the last one failed, for people; empty = neither."""
+    retains: _builtins.int
+    """Version of the copy that it retains for others; 0 = none."""
     @_builtins.property
     def held(self) -> _common_pb2.HeldVersion:
         """What it holds."""
@@ -297,10 +303,12 @@ class ReplicaInfo(_message.Message):
         may_not_join: _builtins.str = ...,
         transports: _abc.Iterable[_weight_transfer_pb2.TransportChoice] | None = ...,
         asleep: _abc.Iterable[_builtins.str] | None = ...,
+        catch_up: _builtins.str = ...,
+        retains: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "asleep", b"asleep", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "routable", b"routable", "serving_address", b"serving_address", "transports", b"transports", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "asleep", b"asleep", "catch_up", b"catch_up", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "retains", b"retains", "routable", b"routable", "serving_address", b"serving_address", "transports", b"transports", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -416,7 +416,9 @@ Global___UpdateInfo: _TypeAlias = UpdateInfo  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
-    """What one worker got and applied. Uploaded by its agent before the replica votes; a repeat replaces it."""
+    """What one worker got and applied. Sent by its agent before the replica votes or, if short, with its vote; a repeat
+    replaces it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 0.5  # after the deadline, all last questions together may take this long: a publish ends within a second
 _SETTLE_S = 0.7  # wait this long for an aborted update's last word before raising
-_OUTCOME_S = 10.0  # and this long past the deadline for an outcome that is not known
 
 
 @dataclass
@@ -97,6 +96,13 @@ class Attempt:
         finally:
             if watchdog is not None:
                 watchdog.cancel()
+
+    def let_go(self) -> None:
+        """After ``run``: what the transfer held on to, the source's tensors too, waits for no garbage collector."""
+        self.stop.over()
+        transfer, self.transfer, self._finishing = self.transfer, None, None
+        if transfer is not None:
+            transfer.let_go()
 
     def notice(self, update: update_pb2.UpdateInfo) -> None:
         """What the watch stream says of any update. Never blocks."""
@@ -365,8 +371,9 @@ class Attempt:
             time.sleep(0.02)
 
     def _outcome(self, error: BaseException) -> update_pb2.UpdateInfo:
-        """Ask until the outcome is known; the coordinator may be restarting."""
-        end = max(self._deadline, time.monotonic()) + _OUTCOME_S
+        """Ask until the outcome is known, which may take as long as the update might have; the coordinator may be
+        restarting."""
+        end = self._soon(float("inf"))
         pause = 0.02
         while time.monotonic() < end:
             update = self._ask(end)

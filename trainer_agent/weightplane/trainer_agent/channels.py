@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from weightplane.transports import registry
 from weightplane.transports.base import ChannelSpec, SendChannel, Transport, TransportError
+from weightplane.transports.watchdog import abort_all
 from weightplane.v1 import agent_pb2, transport_pb2
 
 from .replay import forget
@@ -93,17 +94,7 @@ class ChannelPool:
         return opened
 
     def _make(self, b: transport_pb2.ChannelBinding) -> OpenChannel:
-        spec = ChannelSpec(
-            channel_id=b.channel_id,
-            group=self._group,
-            transport=b.transport,
-            key=b.key,
-            senders=tuple(b.senders),
-            receivers=tuple(b.receivers),
-            bucket_bytes=b.bucket_bytes,
-            offers=dict(b.offers),
-            ordinal=b.ordinal,
-        )
+        spec = ChannelSpec.of(b, self._group)
         transport = registry.get(b.transport)
         log.debug("opening channel %s by %s to %d receiver(s)", b.channel_id, b.transport, len(spec.receivers))
         return OpenChannel(spec, self._member, transport, transport.open_sender(spec, self._member))
@@ -124,8 +115,7 @@ class ChannelPool:
         with self._lock:
             self._dead.update(channel_ids)
             opened = [self._open[c] for c in channel_ids if c in self._open]
-        for o in opened:
-            o.channel.abort(reason)
+        abort_all((o.channel for o in opened), reason)
 
     def close(self) -> None:
         """Close all."""

@@ -10,6 +10,7 @@ import grpc
 
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.handshake import trouble
 from weightplane.v1 import agent_pb2_grpc, fleet_pb2_grpc, weight_transfer_pb2_grpc
 
 from .errors import CoordinatorUnreachable, RpcRefused, Unanswered, error_from_rpc
@@ -48,9 +49,9 @@ class Client:
     def unreachable(self, error: Unanswered) -> CoordinatorUnreachable:
         """The exception for a call that opens nothing and got no answer."""
         where = f"the control plane at {self.dial.address} did not answer"
-        return CoordinatorUnreachable(
-            Failure(Reason.DEADLINE, f"{where}: {error}. Is it running, and is this its address?")
-        )
+        found = trouble(self.dial) if error.code is grpc.StatusCode.UNAVAILABLE else ""
+        why = found or f"{error}. Is it running, and is this its address?"
+        return CoordinatorUnreachable(Failure(Reason.DEADLINE, f"{where}: {why}"))
 
     def close(self) -> None:
         """Close the connection; open calls end as cancelled."""

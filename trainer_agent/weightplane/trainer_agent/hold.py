@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.placement import Piece
+from weightplane.controlplane.core.placement import Piece, Placement
+from weightplane.controlplane.core.plan import Plan
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.failpoints import hit
 from weightplane.controlplane.host import host_id
-from weightplane.v1 import update_pb2
+from weightplane.transports import grpc_tls
+from weightplane.v1 import agent_pb2, tensor_pb2, transport_pb2, update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
 from .channels import ChannelPool, offers_for
@@ -63,6 +65,7 @@ class Hold:
     def __init__(self, settings: HoldSettings) -> None:
         self.settings = settings
         self.group = settings.group
+        grpc_tls.present(settings.dial)
         self.client = Client(settings.dial)
         self.questions = Questions(self.client, settings.group)
         self.pool = ChannelPool(settings.group, member_name(settings.rank))
@@ -75,12 +78,16 @@ class Hold:
         self.listener: Callable[[update_pb2.UpdateInfo], None] | None = None
         self.request_ids: list[str] = []
         self.telling: Stop | None = None  # word of an earlier failure, still on its way to the other ranks
+        self.serve: Callable[[agent_pb2.DesiredTrainer], None] | None = None  # what this rank is to send to others
+        self.says: Callable[[], agent_pb2.TrainerReport] | None = None  # what this rank retains
+        self.welcomed: Callable[[], None] | None = None  # a session began
         self._watch: Watch | None = None
         self._over: Failure | None = None
         self._current: Stop | None = None
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[Piece, ...]] = OrderedDict()  # manifests told of, and our placement
         self._device_kind = "cpu"
+        self.offers: list[transport_pb2.Rendezvous] = []  # as InitTransfer said last
 
     @property
     def bound(self) -> bool:
@@ -150,6 +157,7 @@ class Hold:
     def _init_transfer(self, deadline: float, stop: Stop) -> wt.InitTransferResponse:
         s = self.settings
         offers, refusals = offers_for(member_name(s.rank), self._device_kind)
+        self.offers = offers
         request = wt.InitTransferRequest(
             request_id=uuid.uuid4().hex,
             group=s.group,
@@ -179,8 +187,35 @@ class Hold:
         s = self.settings
         if self._watch is not None:
             self._watch.close()
-        self._watch = Watch(self.client, s.group, s.incarnation, s.rank, self.generation, self._hear, helper=s.helper)
+        self._watch = Watch(
+            self.client,
+            s.group,
+            s.incarnation,
+            s.rank,
+            self.generation,
+            self._hear,
+            helper=s.helper,
+            serve=self.serve,
+            says=self.says,
+            welcomed=self.welcomed,
+        )
         self._watch.start()
+
+    def report(self) -> None:
+        """Tell the coordinator what this rank retains now. Any thread."""
+        watch = self._watch
+        if watch is not None:
+            watch.report()
+
+    def plan(self, plan_id: str, manifest: Manifest, deadline: float) -> Plan:
+        """A plan that is no update's of ours. Raises ``RpcRefused``, ``Unanswered``, ``PlanError``. Any thread."""
+
+        def page(n: int) -> tensor_pb2.PlanPage:
+            request = wt.GetPlanRequest(group=self.group, plan_id=plan_id, page=n)
+            answer: wt.GetPlanResponse = self.client.call("GetPlan", request, deadline)
+            return answer.page
+
+        return PlanCache().get(plan_id, manifest, page)
 
     def _hear(self, notice: Notice) -> None:
         """The watch thread: fencing and the fate of updates."""
@@ -203,6 +238,12 @@ class Hold:
                 stop.set(TrainerFenced(self._over))
             elif watch.latest.update is not None:
                 listener(watch.latest.update)
+
+    def place(self, manifest: Manifest, placement: Placement, deadline: float) -> None:
+        """Say what this rank holds of a manifest that the coordinator knows. Raises ``RpcRefused``, ``Unanswered``. Any
+        thread."""
+        for part in placement_pages(placement, manifest, self.group, self.generation, self.settings.rank):
+            self.client.call("PutPlacement", part, deadline)
 
     # --- manifests ---
 
@@ -266,6 +307,7 @@ class Hold:
             self._watch.close()
         self.pool.close()
         self.client.close()
+        grpc_tls.withdraw(self.settings.dial)
 
 
 def _device_uuid() -> str:

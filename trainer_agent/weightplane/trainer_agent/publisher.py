@@ -26,11 +26,13 @@ from typing import Any, Self
 import torch
 
 from weightplane.controlplane.dial import Dial
+from weightplane.transports.retained import Retainer
 from weightplane.v1 import update_pb2
 
 from .collective import default_incarnation
 from .errors import ForkedProcessError, PublisherClosed, UpdateFailed
 from .hold import Hold, HoldSettings
+from .keeping import Keeping
 from .options import PublishOptions, checked_step
 from .produced import NOTHING_QUEUED, Produced
 from .publishing import Publishing
@@ -95,7 +97,10 @@ class Publisher:
     sides can use. ``takeover``: fence a trainer that still holds the group. ``resume_step``: the step of the checkpoint
     that training resumes from. ``heartbeat``: "helper" (a process) or "stream".
     ``hold_source``: what is worked out for the source's memory is kept from publish to publish, and that memory in use
-    with it, also if the model is moved elsewhere meanwhile; turn it off, or call ``release``, to move it. The publish
+    with it, also if the model is moved elsewhere meanwhile; turn it off, or call ``release``, to move it. ``retain``:
+    "memory" or a folder: keep a copy of what was published, of at most ``retain_bytes`` (0: no bound), from which
+    replicas that come later, or come back, are caught up without a publish; it is taken before ``source_free``.
+    The publish
     options (mode, pause, cache, verify, commit_policy, failure, update_timeout, ...: see ``PublishOptions``) are
     defaults that ``publish`` may override.
 
@@ -120,6 +125,8 @@ class Publisher:
         resume_step: int | None = None,
         heartbeat: str = "helper",
         hold_source: bool = True,
+        retain: str = "",
+        retain_bytes: int = 0,
         **options: Any,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -145,7 +152,9 @@ class Publisher:
         )
         self.init_timeout = init_timeout
         self.hold_source = hold_source
+        retainer = _retainer(retain, retain_bytes, source, heartbeat)
         self._hold = Hold(settings)
+        self._keeping = Keeping(self._hold, retainer) if retainer is not None else None
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._count = 0
@@ -271,6 +280,8 @@ class Publisher:
             current.cancel("the publisher is being closed")
         got = self._busy.acquire(timeout=10.0)
         try:
+            if self._keeping is not None:
+                self._keeping.close()
             self._hold.close()
         finally:
             if got:
@@ -336,6 +347,7 @@ class Publisher:
             free,
             handle._produced,
             hold_source=self.hold_source,
+            keeping=self._keeping,
         )
         try:
             try:
@@ -353,3 +365,13 @@ class Publisher:
 
     def _uses_cuda(self) -> bool:
         return self.source.device_kind == "cuda" and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _retainer(retain: str, retain_bytes: int, source: Source, heartbeat: str) -> Retainer | None:
+    if not retain:
+        return None
+    if source.gathers:
+        raise ValueError("retain: a GatherSource gives its tensors once; retain at a replica instead")
+    if heartbeat != "helper":
+        raise ValueError("retain: needs heartbeat='helper', which tells the control plane what is retained")
+    return Retainer(retain, retain_bytes)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from weightplane.controlplane.core.manifest import Manifest
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.v1 import fleet_pb2, update_pb2
 
@@ -17,6 +18,7 @@ from .collective import start_request_id, tell_others
 from .context import AttemptFailed, failures_of, guilty, is_undecided
 from .errors import OutcomeUnknown, PublishError, RpcRefused, TrainerFenced, Unanswered, UpdateFailed, UpdateRefused
 from .hold import NEVER_GRANTED, Hold
+from .keeping import Keeping
 from .options import FailurePolicy, PublishOptions
 from .produced import Produced
 from .receipt import PublishReceipt, receipt_of
@@ -67,9 +69,11 @@ class Publishing:
         produced: Produced,
         *,
         hold_source: bool = True,
+        keeping: Keeping | None = None,
     ) -> None:
         """``source_free``: tells the caller, who goes on meanwhile; ``None`` if the caller waits for the end anyway.
-        ``produced`` and ``hold_source``: see ``Transfer``."""
+        ``produced`` and ``hold_source``: see ``Transfer``. ``keeping``: takes the snapshot that is retained."""
+        self._keeping = keeping
         self._produced, self._hold_source = produced, hold_source
         self._hold, self._source, self._options = hold, source, options
         self._step, self._number = step, number
@@ -78,6 +82,7 @@ class Publishing:
         self._began = time.monotonic()
         self.opened = False  # an update, by any attempt
         self._retries = 0  # attempts beyond the first
+        self._now: Attempt | None = None
 
     def run(self) -> PublishReceipt:
         """Publish; raises ``UpdateFailed``, ``TrainerFenced``, or what the source or the caller raised."""
@@ -86,6 +91,8 @@ class Publishing:
             self._source.begin(self._step)
             return self._attempts()
         finally:
+            if self._keeping is not None:
+                self._keeping.drop()  # what was not committed
             self._hold.listen(None, None)
             self._source.end()
 
@@ -100,7 +107,12 @@ class Publishing:
         options = self._options
         while True:
             try:
-                receipt = self._attempt(options)
+                try:
+                    receipt = self._attempt(options)
+                finally:
+                    now, self._now = self._now, None
+                    if now is not None:
+                        now.let_go()
             except AttemptFailed as e:
                 policy = self._policy(ask=not isinstance(e.__cause__, Unanswered))
                 once_more = policy is FailurePolicy.RETRY and not self._retries and self._held
@@ -114,6 +126,13 @@ class Publishing:
                 where = {"group": self._hold.group, "update_id": receipt.update_id, "version": receipt.version}
                 log.info("step %d is committed as version %d", self._step, receipt.version, extra=where)
                 return receipt
+
+    def _read(self) -> None:
+        """Every replica has read everything: the snapshot is taken before the caller may write."""
+        now = self._now
+        if self._keeping is not None and now is not None:
+            self._keeping.snapshot(self._source, now.manifest, Held(now.version, now.update_id))
+        self._free()
 
     def _free(self) -> None:
         """Every replica has read everything. If a second attempt may follow, the source is held all the same."""
@@ -155,10 +174,11 @@ class Publishing:
                 self._source,
                 manifest,
                 stop,
-                self._free,
+                self._read,
                 self._produced,
                 self._hold_source,
             )
+            self._now = attempt
             hold.listen(attempt.notice, stop)
             if round_ or hold.settings.world_size > 1:
                 self._rebind(attempt, deadline, manifest)
@@ -172,6 +192,8 @@ class Publishing:
                 raise
             finally:
                 self.opened = self.opened or bool(attempt.update_id)
+            if self._keeping is not None:
+                self._keeping.keep(Held(update.version, update.update_id))
             total = time.monotonic() - (self._began if self._retries else started)
             mirrored = attempt.transfer.mirrored if attempt.transfer is not None else (0, 0.0)
             nbytes, retries = attempt.nbytes, self._retries

@@ -11,6 +11,7 @@ coordinator says that it is excluded; then the same bucket goes on for the other
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ import torch
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.plan import Bucket, Plan
 from weightplane.controlplane.failpoints import hit
-from weightplane.transports.base import ChannelAborted, PeerLost
+from weightplane.transports.base import ChannelAborted, PeerLost, TransportError
 from weightplane.transports.buckets import SourceSpans
 
 from .channels import OpenChannel
@@ -36,7 +37,9 @@ from .supply import Supply
 
 __all__ = ["Lane", "Sending"]
 
-_RETAINED = 256 << 20  # transient bytes that an unbuffered transport may hold before it is flushed
+log = logging.getLogger(__name__)
+
+_RETAINED = 256 << 20  # bytes made for an update that an unbuffered transport may hold before it is flushed
 _ROTATION = 4  # scratch sets: one being filled and sent, at most three waiting to be hashed
 
 
@@ -82,6 +85,14 @@ class _Packing:
         for device in {s.device for s in spans if s.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()  # packing and casting are queued there
         return spans
+
+    def retain(self, spans: Sequence[torch.Tensor]) -> int:
+        """Hold the last bucket's spans if they were made for it; the bytes that an unbuffered transport keeps of it
+        beside the source: those, or what was packed."""
+        if not self._supply.transient:
+            return self._sets[-1].scratch_bytes
+        self.retained.extend(spans)
+        return sum(s.numel() for s in spans)
 
 
 class Sending:
@@ -205,13 +216,15 @@ class Sending:
                 live = self._live.get(lane.number)
                 if self._digests is not None and live is not None and not live.complete:
                     fed = LaneHasher(lane.number, lane.plan, self._digests, live.regions)
-                self._send_all(lane, self._replays[lane.number], fed)
+                made = self._send_all(lane, self._replays[lane.number], fed)
             finally:
                 self._supply.leave(lane.number)
                 if fed is not None:
                     fed.finish()
                 if lane.number in self._beside:
                     self._beside[lane.number].finish()
+            if made and not lane.excluded:
+                self._let_go(lane)
         except BaseException as e:
             if not (lane.excluded and isinstance(e, ChannelAborted | PeerLost)) and self._stop.error is None:
                 lane.error = e
@@ -220,14 +233,23 @@ class Sending:
         lane.ended = True
         self._stop.poke()
 
-    def _send_all(self, lane: Lane, replay: ChannelReplay, hasher: LaneHasher | None) -> None:
+    @staticmethod
+    def _let_go(lane: Lane) -> None:
+        """Nobody else holds what was made for this update any more: neither shall the channel."""
+        try:
+            lane.opened.channel.flush()
+        except TransportError as e:
+            log.debug("channel %s: %s", lane.opened.spec.channel_id, e)  # everything was read
+
+    def _send_all(self, lane: Lane, replay: ChannelReplay, hasher: LaneHasher | None) -> bool:
+        """Whether the channel was given memory that was made for this update."""
         channel, capabilities = lane.opened.channel, lane.opened.transport.capabilities
         packed = _Packing(lane, self._manifest, self._supply)
         mirror, kinds = self._mirror(lane, replay, hasher is not None), capabilities.device_kinds
-        held = begun = 0
+        held = begun = made = 0
         for n, bucket in enumerate(lane.buckets):
             if lane.excluded:
-                return
+                return False
             if self._one_at_a_time and not capabilities.buffered:
                 self._patiently(lane, channel.flush)
                 packed.retained.clear()
@@ -247,9 +269,9 @@ class Sending:
             hit("trainer.send.bucket")
             self._patiently(lane, lambda b=bucket, p=parts: channel.send(b, p))  # type: ignore[misc]
             if live is None:
-                if not capabilities.buffered and self._supply.transient:
-                    packed.retained.extend(parts)
-                    held += bucket.nbytes
+                if not capabilities.buffered:
+                    kept = packed.retain(parts)
+                    held, made = held + kept, made + kept
                     if held > _RETAINED:
                         self._patiently(lane, channel.flush)
                         packed.retained.clear()
@@ -258,6 +280,7 @@ class Sending:
             self._progress()
         if not lane.excluded:
             self._patiently(lane, channel.flush)
+        return made > 0
 
     def _mirror(self, lane: Lane, replay: ChannelReplay, fed: bool) -> Mirror | None:
         """Where the lane's buckets are copied to; ``None`` if its transport reads the source's memory where it lies."""
@@ -275,7 +298,8 @@ class Sending:
         return mirror
 
     def _patiently(self, lane: Lane, step: Callable[[], None]) -> None:
-        """Run a data call; after a lost peer wait until it is excluded, if that may happen, and run it again."""
+        """Run a data call; after a lost peer wait until it is excluded, if that may happen, and run it again. For a
+        moment in any case: that it left is hardly ever the cause, and the coordinator mostly knows that already."""
         while not lane.excluded:
             try:
                 return step()

@@ -53,6 +53,11 @@ class Stop:
         if error is not None:
             callback(error)
 
+    def over(self) -> None:
+        """Nothing is left to be stopped: forget who wanted to know of it, and what they hold."""
+        with self._condition:
+            self._callbacks.clear()
+
     def poke(self) -> None:
         """Something that a ``wait`` looks at has changed."""
         with self._condition:

@@ -35,6 +35,8 @@ __all__ = ["Transfer"]
 T = TypeVar("T")
 
 _DIGEST_PAGE = 100_000
+#: Seconds. A peer that leaves has mostly told the coordinator why, whose word is the cause: it is waited for so long.
+_WORD_S = 0.5
 _PREFETCH = 64 << 20  # bytes gathered ahead of the wire, where gathering and sending do not share a device
 
 
@@ -120,6 +122,11 @@ class Transfer:
         end = time.monotonic() + seconds
         return not [s for s in self._sending if not s.join(max(0.0, end - time.monotonic()))]
 
+    def let_go(self) -> None:
+        """After everything: keep nothing that keeps the source's memory."""
+        self._sending.clear()
+        self._window = None
+
     @property
     def mirrored(self) -> tuple[int, float]:
         """See ``Sending.mirrored``; of all calls."""
@@ -188,7 +195,7 @@ class Transfer:
             self._window or DirectSupply(source, work, replay=self._hold_source),
             self._digests,
             stop,
-            tolerant_s=2 * self._rank.ttl_s if tolerant else 0.0,
+            tolerant_s=2 * self._rank.ttl_s if tolerant else _WORD_S,
             one_at_a_time=alone,
             progress=self._count,
             on_error=self._on_error,

@@ -53,7 +53,13 @@ class Watch:
         listener: Callable[[Notice], None],
         *,
         helper: bool = True,
+        serve: Callable[[agent_pb2.DesiredTrainer], None] | None = None,
+        says: Callable[[], agent_pb2.TrainerReport] | None = None,
+        welcomed: Callable[[], None] | None = None,
     ) -> None:
+        """``serve`` hears what this rank is to send to others, ``says`` gives what it retains (with the helper).
+        ``welcomed``: a stream is open, perhaps to a coordinator that knows nothing of us."""
+        self._serve, self._says, self._welcomed = serve, says, welcomed
         self._client, self._group, self._incarnation = client, group, incarnation
         self._rank, self.generation = rank, generation
         self._listener = listener
@@ -89,6 +95,11 @@ class Watch:
         """Publish how much was done, for those who judge a silence."""
         if self._helper is not None:
             self._helper.progress(value)
+
+    def report(self) -> None:
+        """Say anew what this rank retains. Any thread."""
+        if self._says is not None and self._helper is not None:
+            self._outbox.put(agent_pb2.SessionRequest(trainer=self._says()))
 
     def _run(self) -> None:
         pause = _BACKOFF_S[0]
@@ -143,14 +154,20 @@ class Watch:
             software="weightplane trainer_agent",
         )
         yield agent_pb2.SessionRequest(hello=hello)
+        if self._says is not None:
+            yield agent_pb2.SessionRequest(trainer=self._says())
         while (message := outbox.get()) is not None:
             yield message
 
     def _take(self, message: Any) -> None:
         if isinstance(message, agent_pb2.SessionResponse):
+            if message.HasField("welcome") and self._welcomed is not None:
+                self._welcomed()
             if not message.HasField("trainer"):
                 return
             message = message.trainer
+            if self._serve is not None:
+                self._serve(message)
         update = message.update if message.HasField("update") else None
         over = (
             Failure(Reason.TRAINER_FENCED, "this hold is over: another trainer took it, or a rank closed it")

@@ -28,7 +28,7 @@ from weightplane.controlplane.core.plan import Bucket
 if TYPE_CHECKING:
     import torch
 
-    from weightplane.v1.transport_pb2 import Rendezvous
+    from weightplane.v1.transport_pb2 import ChannelBinding, Rendezvous
 
 __all__ = [
     "ArmToken",
@@ -46,7 +46,12 @@ __all__ = [
 
 
 class TransportError(Exception):
-    """Base of every transport failure. ``peers`` names the members involved; the text says what and where."""
+    """Base of every transport failure. ``peers`` names the members involved; the text says what and where.
+
+    ``tensors``: of the bucket, by whoever knows their names.
+    """
+
+    tensors: tuple[str, ...] = ()
 
     def __init__(self, message: str, *, peers: Sequence[str] = (), bucket: int = -1) -> None:
         super().__init__(message)
@@ -115,6 +120,21 @@ class ChannelSpec:
     bucket_bytes: int
     offers: Mapping[str, Rendezvous]
     ordinal: int = 0
+
+    @classmethod
+    def of(cls, b: ChannelBinding, group: str) -> ChannelSpec:
+        """From the contract's message."""
+        return cls(
+            channel_id=b.channel_id,
+            group=group,
+            transport=b.transport,
+            key=b.key,
+            senders=tuple(b.senders),
+            receivers=tuple(b.receivers),
+            bucket_bytes=b.bucket_bytes,
+            offers=dict(b.offers),
+            ordinal=b.ordinal,
+        )
 
 
 class SendChannel(ABC):

@@ -59,6 +59,11 @@ class _Scratch:
             self._buffers.clear()
         self._used.clear()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers in use."""
+        return sum(b.numel() for b in self._buffers.values())
+
     def take(self, nbytes: int, device: torch.device, at_least: int) -> torch.Tensor:
         """``nbytes`` of scratch, aligned; a new buffer holds ``at_least`` bytes. Earlier takes stay valid."""
         start = self._used.get(device, 0)
@@ -184,6 +189,11 @@ class SourceSpans(_Spans):
                 _pack(span, view, segment.offset, stop)
                 out.append(span)
         return out
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that the last bucket's spans took beside the member's tensors."""
+        return self._scratch.nbytes
 
     def live(self, region: int) -> torch.Tensor | None:
         """The bytes of a region where a local tensor holds them, as a 1-D uint8 view; ``None`` if they do not lie so

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ import grpc
 import torch
 
 from weightplane.controlplane import failpoints
+from weightplane.controlplane.addresses import is_loopback
 from weightplane.controlplane.core.plan import Bucket
 from weightplane.controlplane.ports import PortRefused, check_free
 from weightplane.v1.transport_pb2 import TransferOpen, TransferResponse
@@ -27,6 +29,8 @@ from .grpc_wire import KEY_METADATA, METHOD, SERVICE, Chunk, decode_or_say, reus
 from .span_cursor import SpanCursor
 
 __all__ = ["DataPort", "GrpcReceiveChannel"]
+
+log = logging.getLogger(__name__)
 
 _STREAMS = 256  # streams served at once; one thread each while it lives
 _THREADS = 8  # there from the start
@@ -250,7 +254,8 @@ def _meet(barrier: threading.Barrier) -> None:
 class DataPort:
     """Hosts ``TensorService`` for every receiving channel of this process. Any thread."""
 
-    def __init__(self, bind: str, advertise: str, credentials: grpc.ServerCredentials | None = None) -> None:
+    def __init__(self, bind: str, advertise: str, tls: tuple[grpc.ServerCredentials, bytes] | None = None) -> None:
+        """``tls``: credentials, and the authority that senders are to trust. Without, plaintext."""
         self._channels: dict[tuple[str, str], GrpcReceiveChannel] = {}
         self._lock = threading.Lock()
         reuse_freed_memory()
@@ -266,10 +271,13 @@ class DataPort:
             check_free(bind)
         except PortRefused as error:
             raise TransportError(f"the data port: {error}") from None
-        if credentials is None:
+        self.ca = tls[1] if tls is not None else b""
+        if tls is None:
+            if not is_loopback(bind):
+                log.warning("INSECURE, as asked for: the data port on %s speaks plaintext off loopback", bind)
             port = self._server.add_insecure_port(bind)
         else:
-            port = self._server.add_secure_port(bind, credentials)
+            port = self._server.add_secure_port(bind, tls[0])
         if port == 0:
             raise TransportError(f"the data port cannot listen on {bind}: address in use, or not this host's")
         self.address = advertise or f"{host}:{port}"

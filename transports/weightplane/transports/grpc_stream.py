@@ -4,7 +4,8 @@ A chunk is copied once from the spans into a wire message, which all receivers' 
 two messages that are not sent yet: a slow receiver holds the sender back, and memory stays bounded.
 
 Environment: ``WEIGHTPLANE_DATA_BIND`` (default ``127.0.0.1:0``) is where a receiver listens;
-``WEIGHTPLANE_DATA_ADVERTISE`` (host:port) is what it tells senders, needed when it listens on a wildcard address.
+``WEIGHTPLANE_DATA_ADVERTISE`` (host:port) is what it tells senders, needed when it listens on a wildcard address. With
+a certificate (``grpc_tls.py``) it speaks TLS.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import grpc
 import torch
 
 from weightplane.controlplane import failpoints
+from weightplane.controlplane.addresses import is_loopback, is_loopback_host
 from weightplane.controlplane.core.plan import Bucket
 from weightplane.v1.transport_pb2 import GrpcRendezvous, Rendezvous, TransferOpen, TransferResponse
 
@@ -36,6 +38,7 @@ from .base import (
     TransportError,
 )
 from .grpc_data_port import DataPort, GrpcReceiveChannel
+from .grpc_tls import insecure_allowed, own, sender_credentials, server_credentials, why_not
 from .grpc_wire import CHUNK_BYTES, KEY_METADATA, METHOD, SERVICE, encode_chunk, encode_open, reuse_freed_memory
 from .span_cursor import SpanCursor
 
@@ -44,6 +47,7 @@ __all__ = ["GrpcSendChannel", "GrpcTransport"]
 _QUEUED = 2  # messages per stream that wait for the wire
 _RETRY = 0.05  # seconds before an opening is tried again while the receiver has not opened the channel
 _WILDCARDS = ("0.0.0.0", "[::]", "*", "")
+_GIVE = "give it a certificate (WEIGHTPLANE_CA, _CERT, _KEY)"
 
 
 class _Stream:
@@ -96,6 +100,8 @@ class _Stream:
                     continue
                 text = error.details() if isinstance(error, grpc.Call) else str(error)
                 why = f"is unreachable or gone ({code.name}: {text})"
+                if code is grpc.StatusCode.UNAVAILABLE and not self.opened:
+                    why += self._owner.why_unreachable(self.member)
             with self._changed:
                 if not self._ended:
                     self.failure = why
@@ -133,9 +139,8 @@ class _Stream:
 class GrpcSendChannel(SendChannel):
     """The client side. Streams open at the first ``send`` after an arming, when the receivers are armed too."""
 
-    def __init__(self, spec: ChannelSpec, member: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(self, spec: ChannelSpec, member: str) -> None:
         self.spec, self._member = spec, member
-        self._credentials = credentials
         self.changed = threading.Condition()
         self._token: ArmToken | None = None
         self._deadline = 0.0
@@ -288,21 +293,16 @@ class GrpcSendChannel(SendChannel):
             raise TransportError(f"{receiver!r} offers no data port", peers=(receiver,))
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 4 << 20)]
         if offer.ca_pem:
-            credentials = self._credentials or grpc.ssl_channel_credentials(offer.ca_pem)
-            return grpc.secure_channel(offer.address, credentials, options=options)
-        host = offer.address.rsplit(":", 1)[0].strip("[]")
-        if not _is_loopback(host) and not _insecure_allowed():
-            text = f"{receiver!r} at {offer.address} offers plaintext off loopback: give its data port a certificate"
+            return grpc.secure_channel(offer.address, sender_credentials(offer.ca_pem), options=options)
+        if not is_loopback(offer.address) and not insecure_allowed():
+            text = f"{receiver!r} at {offer.address} offers plaintext off loopback: {_GIVE} there"
             raise TransportError(text, peers=(receiver,))
         return grpc.insecure_channel(offer.address, options=options)
 
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host.strip("[]") in ("::1", "localhost")
-
-
-def _insecure_allowed() -> bool:
-    return os.environ.get("WEIGHTPLANE_INSECURE", "") == "1"
+    def why_unreachable(self, receiver: str) -> str:
+        """What is wrong with TLS towards a receiver, if that is it."""
+        offer = self.spec.offers[receiver].grpc
+        return why_not(offer.address, offer.ca_pem) if offer.ca_pem else ""
 
 
 class GrpcTransport(Transport):
@@ -325,14 +325,16 @@ class GrpcTransport(Transport):
 
     def offer(self, member: str) -> Rendezvous:
         """A receiver's data port (opened now); nothing for a sender."""
-        address = "" if member.startswith("rank/") else self._data_port().address
-        local = bool(address) and _is_loopback(address.rpartition(":")[0])
-        return Rendezvous(transport=self.name, grpc=GrpcRendezvous(address=address), same_host=local)
+        if member.startswith("rank/"):
+            return Rendezvous(transport=self.name, grpc=GrpcRendezvous())
+        port = self._data_port()
+        offer = GrpcRendezvous(address=port.address, ca_pem=port.ca)
+        return Rendezvous(transport=self.name, grpc=offer, same_host=is_loopback(port.address))
 
     def open_sender(self, spec: ChannelSpec, member: str) -> GrpcSendChannel:
         """See ``Transport``."""
         _validate(spec, member, spec.senders)
-        return GrpcSendChannel(spec, member, None)
+        return GrpcSendChannel(spec, member)
 
     def open_receiver(self, spec: ChannelSpec, member: str) -> GrpcReceiveChannel:
         """See ``Transport``."""
@@ -353,7 +355,7 @@ class GrpcTransport(Transport):
                 problem = self._problem(bind, advertise)
                 if problem:
                     raise TransportError(problem)
-                self._port = DataPort(bind, advertise)
+                self._port = DataPort(bind, advertise, server_credentials())
             return self._port
 
     @staticmethod
@@ -371,8 +373,12 @@ class GrpcTransport(Transport):
             return (
                 f"the data port listens on the wildcard {bind!r}: say what senders dial with WEIGHTPLANE_DATA_ADVERTISE"
             )
-        if not _is_loopback(host) and not _insecure_allowed():
-            return f"a plaintext data port on {bind!r}: keep it on loopback, or set WEIGHTPLANE_INSECURE=1"
+        try:
+            plain = own(port=True) is None
+        except TransportError as e:
+            return str(e)
+        if plain and not is_loopback_host(host) and not insecure_allowed():
+            return f"a plaintext data port on {bind!r}: keep it on loopback, {_GIVE}, or set WEIGHTPLANE_INSECURE=1"
         return ""
 
 

@@ -6,6 +6,7 @@ that has not shown its channel's key within seconds is closed. Whatever arrives 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import logging
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
+from weightplane.controlplane.addresses import is_loopback_host
 from weightplane.v1.transport_pb2 import (
     PullArmed,
     PullBye,
@@ -239,6 +241,8 @@ class Listener:
         except OSError as e:
             raise TransportError(f"WEIGHTPLANE_PULL_BIND={bind!r}: cannot listen there: {e.strerror or e}") from e
         self._listeners.append(made)
+        if not is_loopback_host(host):
+            log.warning("INSECURE, as asked for: control connections on %s are plaintext off loopback", bind)
         return advertise or f"{host}:{made.getsockname()[1]}"
 
     def _listen_unix(self, directory: Path) -> str:
@@ -253,6 +257,7 @@ class Listener:
                 os.chmod(path, 0o600)
             made.listen(128)
             os.rename(directory / f".{name}", self._path)
+            atexit.register(_remove, self._path, os.getpid())  # a process ends without shutting its transports down
         except OSError as e:
             raise TransportError(f"cannot listen in {directory}: {e.strerror or e}; set WEIGHTPLANE_SHM_DIR") from e
         return name
@@ -344,7 +349,8 @@ class Listener:
             if link in self._links:
                 self._watch(link)
         except (FrameError, TransportError) as e:
-            log.warning("control connection of %r: %s", link.receiver or "nobody known", e)
+            level = logging.DEBUG if link.owner is None else logging.WARNING  # strangers do not fill our log
+            log.log(level, "control connection of %r: %s", link.receiver or "nobody known", e)
             self._drop(link, f"sent what it must not: {e}")
         except Exception:
             log.exception("control connection of %r", link.receiver or "nobody known")
@@ -423,6 +429,12 @@ class Listener:
         link.closed.set()
         if link.owner is not None:
             link.owner.ended(link)
+
+
+def _remove(path: Path, pid: int) -> None:
+    """Take our own name away; a forked child leaves it to its parent."""
+    if os.getpid() == pid:
+        path.unlink(missing_ok=True)
 
 
 def _sweep(directory: Path) -> None:

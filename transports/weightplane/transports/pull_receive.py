@@ -8,6 +8,7 @@ Between its calls, for importers that map memory, another thread takes what send
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import select
@@ -36,7 +37,7 @@ from weightplane.v1.transport_pb2 import (
 from .base import ArmToken, ChannelAborted, ChannelSpec, ChannelTimeout, PeerLost, ReceiveChannel, TransportError
 from .pull_abc import Entry, Importer, Pull
 from .pull_idle import ear
-from .pull_wire import FRAME, PROTOCOL, FrameError, Frames, dial, encode, new_nonce, proof
+from .pull_wire import FRAME, PROTOCOL, FrameError, Frames, dial, encode, host_id, new_nonce, proof
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,8 @@ _PEER_CHECK = 0.02  # seconds between two looks at whether the sender is there, 
 _CHUNK = 64 << 10
 _MOST = 1_000_000  # chunks, regions or buckets that one sender may declare
 _RETRY = 0.02  # seconds until a sender that has not opened its side is dialled again; doubles up to ten times this
+#: A network that has just come back says this while it still looks for its neighbours: it is asked for so long.
+_NO_ROUTE, _ROUTE_S = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH}), 2.0
 _ENDED = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -279,6 +282,7 @@ class PullReceiveChannel(ReceiveChannel):
                     sender.frames.feed(sender.socket.recv(_CHUNK))
                     for message in sender.frames.messages():
                         sender.bye = message.bye.reason[:1000] or sender.bye
+                self._check(sender.member)  # an abort of ours ends the connection too, and may have come since
                 raise self._lost(sender)
 
     def _ended(self, sender: _Sender) -> bool:
@@ -298,7 +302,7 @@ class PullReceiveChannel(ReceiveChannel):
 
     def _connect(self, name: str) -> _Sender:
         """A proven connection to a sender. Waits for one that has not opened its side; not for one that is gone."""
-        pause = _RETRY
+        pause, until = _RETRY, time.monotonic() + _ROUTE_S
         while True:
             sender = None
             try:
@@ -312,14 +316,27 @@ class PullReceiveChannel(ReceiveChannel):
                 pass
             except (FileNotFoundError, ConnectionError, TimeoutError) as e:
                 text = f"{name!r} cannot be reached: its listener is gone ({e.strerror or e}), so it died or shut down"
+                text += f"; tried {self._address(name)}"
                 raise PeerLost(text, peers=(name,), bucket=self._bucket) from e
             except OSError as e:
-                raise TransportError(f"{name!r} cannot be reached: {e.strerror or e}", peers=(name,)) from e
+                if e.errno not in _NO_ROUTE or time.monotonic() > until:
+                    text = f"{name!r} cannot be reached: {e.strerror or e}; tried {self._address(name)}"
+                    raise TransportError(text, peers=(name,)) from e
+            except ChannelTimeout as e:
+                text = f"{e}: nothing answered at {self._address(name)}"
+                raise ChannelTimeout(text, peers=e.peers, bucket=e.bucket) from None
             finally:
                 if sender is not None and self._senders.get(name) is not sender:
                     sender.socket.close()
             self._poll(name, None, 0, min(pause, self._check(name)))
             pause = min(2 * pause, 10 * _RETRY)
+
+    def _address(self, name: str) -> str:
+        """Where a sender was looked for, and who decides."""
+        endpoint = self._endpoints.get(name, PullEndpoint())
+        if endpoint.socket and endpoint.host_id == host_id(self._directory):
+            return f"the socket {endpoint.socket} in {self._directory}"
+        return f"{endpoint.address} (WEIGHTPLANE_PULL_BIND and _ADVERTISE at {name!r})"
 
     def _open(self, sender: _Sender) -> None:
         self._poll(sender.member, sender.socket, select.POLLOUT, self._check(sender.member))
@@ -479,9 +496,10 @@ class PullReceiveChannel(ReceiveChannel):
 
     def _fill(self, sender: _Sender) -> None:
         """Wait for bytes and take them."""
+        left = self._check(sender.member)
         if sender.fault is not None:
             raise sender.fault
-        self._poll(sender.member, sender.socket, select.POLLIN, self._check(sender.member))
+        self._poll(sender.member, sender.socket, select.POLLIN, left)
         try:
             data = sender.socket.recv(_CHUNK)
         except BlockingIOError:

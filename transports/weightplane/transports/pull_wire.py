@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from google.protobuf.message import DecodeError
 
+from weightplane.controlplane.addresses import is_loopback_host
 from weightplane.v1.transport_pb2 import PullEndpoint, PullHello, PullMessage
 
 from .base import TransportError
@@ -134,14 +135,9 @@ def problem_of(bind: str, advertise: str) -> str:
         return f"WEIGHTPLANE_PULL_ADVERTISE={advertise!r}: a wildcard address reaches nobody; name a host"
     if host in _WILDCARDS and not advertise:
         return f"WEIGHTPLANE_PULL_BIND={bind!r} is a wildcard: say what receivers dial with WEIGHTPLANE_PULL_ADVERTISE"
-    if not is_loopback(host) and os.environ.get("WEIGHTPLANE_INSECURE", "") != "1":
+    if not is_loopback_host(host) and os.environ.get("WEIGHTPLANE_INSECURE", "") != "1":
         return f"plaintext on {bind!r}: keep WEIGHTPLANE_PULL_BIND on loopback, or set WEIGHTPLANE_INSECURE=1"
     return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, as written in an address, is this machine's loopback."""
-    return host.startswith("127.") or host in ("[::1]", "::1", "localhost")
 
 
 @contextlib.contextmanager
@@ -181,7 +177,7 @@ def dial(spec: ChannelSpec, member: str, sender: str, endpoint: PullEndpoint, di
             f"{sender!r} serves its own host only: set WEIGHTPLANE_PULL_BIND there",
             peers=(sender,),
         )
-    if not is_loopback(host) and os.environ.get("WEIGHTPLANE_INSECURE", "") != "1":
+    if not is_loopback_host(host) and os.environ.get("WEIGHTPLANE_INSECURE", "") != "1":
         raise TransportError(
             f"{sender!r} at {endpoint.address} offers plaintext off loopback: set WEIGHTPLANE_INSECURE=1 to accept it",
             peers=(sender,),

@@ -89,13 +89,15 @@ class UcxTransport(PullTransport):
     def open_receiver(self, spec: ChannelSpec, member: str) -> PullReceiveChannel:
         """Makes a NIXL agent; senders are connected to by the first ``arm``."""
         self.validate(spec, member, spec.receivers)
-        from .pull_wire import host_id, is_loopback, shm_directory
+        from weightplane.controlplane.addresses import is_loopback
+
+        from .pull_wire import host_id, shm_directory
         from .ucx_agent import Agent
         from .ucx_import import UcxImporter
 
         here = host_id(shm_directory())
         senders = [spec.offers[m].ucx.endpoint for m in spec.senders if m in spec.offers]
-        local = all(e.host_id == here or is_loopback(e.address.rpartition(":")[0]) for e in senders)
+        local = all(e.host_id == here or is_loopback(e.address) for e in senders)
         if _require_rdma() and local and "UCX_NET_DEVICES" not in os.environ:
             text = "WEIGHTPLANE_UCX_REQUIRE_RDMA=1, but all senders are on this host, where UCX uses no RDMA device"
             raise TransportError(f"channel {spec.channel_id}: {text}", peers=spec.senders)
@@ -103,6 +105,6 @@ class UcxTransport(PullTransport):
 
 
 def _is_local(bind: str) -> bool:
-    from .pull_wire import is_loopback
+    from weightplane.controlplane.addresses import is_loopback
 
-    return not bind or is_loopback(bind.rpartition(":")[0])
+    return not bind or is_loopback(bind)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -91,20 +92,38 @@ class UcxError(Exception):
     """NIXL or UCX failed; the text is theirs."""
 
 
-@contextlib.contextmanager
-def _nixl(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as e:
-        raise UcxError(f"{what}: {str(e).removeprefix('NIXL_ERR_') or type(e).__name__}") from e
+class _Nixl:
+    """Around calls of NIXL: what they raise becomes ``UcxError``."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        del frames  # as ``_bare``: this very frame is held by the error below
+        if isinstance(error, Exception):
+            text = str(error).removeprefix("NIXL_ERR_") or type(error).__name__
+            raise UcxError(f"{self._what}: {text}") from _bare(error)
+
+
+def _bare(error: Exception) -> Exception:
+    """Without its frames: they hold NIXL's agent, whose descriptors would stay open for as long as somebody keeps the
+    error."""
+    return error.with_traceback(None)
 
 
 class Agent:
-    """One NIXL agent: registers memory, reads from others. ``UcxError`` where that fails."""
+    """One NIXL agent: registers memory, reads from others. ``UcxError`` where that fails.
+
+    Reads go by numbers: NIXL's handles hold its agent, and a caller's frame is held by any error that passed it.
+    """
 
     def __init__(self, member: str, local: bool) -> None:
         self.name = secrets.token_hex(6)  # UCX cuts long names
         self.member = member
+        self._reads: dict[int, Any] = {}
+        self._numbers = itertools.count(1)
         with _lock, _environment({"NIXL_LOG_LEVEL": "WARN", **settings(local), **_log.settings()}):
             self._api = _load()
             sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -112,7 +131,7 @@ class Agent:
             try:
                 self._agent: Any = self._api.nixl_agent(self.name, config)
             except Exception as e:
-                raise TransportError(f"NIXL cannot make an agent with UCX: {e}; {_hint()}") from e
+                raise TransportError(f"NIXL cannot make an agent with UCX: {e}; {_hint(_log.read())}") from _bare(e)
             finally:
                 _log.read()
         if "UCX" not in self._agent.backends:
@@ -124,73 +143,77 @@ class Agent:
         """Make memory readable by others and fit to read into."""
         for kind in dict.fromkeys(m[0] for m in memory):
             rows = [(address, nbytes, device, "") for k, address, nbytes, device in memory if k == kind]
-            with _nixl("memory cannot be registered"):
+            with _Nixl("memory cannot be registered"):
                 self._agent.register_memory(rows, kind, ["UCX"])
 
     def deregister(self, memory: Sequence[Memory]) -> None:
         """Undo ``register``, with the very values."""
         for kind in dict.fromkeys(m[0] for m in memory):
             rows = [(address, nbytes, device, "") for k, address, nbytes, device in memory if k == kind]
-            with _nixl("memory cannot be deregistered"):
+            with _Nixl("memory cannot be deregistered"):
                 self._agent.deregister_memory(self._agent.get_reg_descs(rows, kind), ["UCX"])
 
     def metadata_of(self, memory: Memory) -> bytes:
         """What others need to read one registered stretch."""
         kind, address, nbytes, device = memory
         rows = self._agent.get_reg_descs([(address, nbytes, device, "")], kind)
-        with _nixl("memory cannot be described"):
+        with _Nixl("memory cannot be described"):
             return bytes(self._agent.get_partial_agent_metadata(rows, False, ["UCX"]))
 
     def connection(self) -> bytes:
         """What others need to connect."""
         bindings = importlib.import_module(f"{self._api.__package__}._bindings")
         none = bindings.nixlRegDList(bindings.DRAM_SEG)
-        with _nixl("the agent cannot be described"):
+        with _Nixl("the agent cannot be described"):
             return bytes(self._agent.get_partial_agent_metadata(none, True, ["UCX"]))
 
     # --- others
 
     def add(self, metadata: bytes) -> str:
         """Take in metadata of another agent (its connection first); the agent's name."""
-        with _nixl("what the other side sent cannot be used"):
+        with _Nixl("what the other side sent cannot be used"):
             found = self._agent.add_remote_agent(metadata)
         return found.decode() if isinstance(found, bytes) else str(found)
 
     def remove(self, name: str) -> None:
         """Disconnect from another agent and forget its memory."""
-        with _nixl("cannot disconnect"):
+        with _Nixl("cannot disconnect"):
             self._agent.remove_remote_agent(name)
 
-    def prepare(self, name: str, kind: str, local: Any, other_kind: str, other: Any) -> Any:
-        """A READ from ``other`` into ``local``: (n, 3) uint64 arrays of address, bytes, device. May be run again."""
+    def prepare(self, name: str, kind: str, local: Any, other_kind: str, other: Any) -> int:
+        """A READ from ``other`` into ``local``: (n, 3) uint64 arrays of address, bytes, device. May be run again. Its
+        number here."""
         mine = self._agent.get_xfer_descs(local, kind)
         theirs = self._agent.get_xfer_descs(other, other_kind)
-        with _nixl("the read cannot be prepared"):
-            return self._agent.initialize_xfer("READ", mine, theirs, name, b"", ["UCX"])
+        with _Nixl("the read cannot be prepared"):
+            number = next(self._numbers)
+            self._reads[number] = self._agent.initialize_xfer("READ", mine, theirs, name, b"", ["UCX"])
+        return number
 
-    def start(self, handle: Any) -> bool:
+    def start(self, read: int) -> bool:
         """Run a prepared READ; whether it is done at once. On shared memory the whole copy happens in here."""
         try:
-            state = self._agent.transfer(handle)
+            state = self._agent.transfer(self._reads[read])
         except Exception as e:
-            raise UcxError(f"the read failed: {e}") from e
+            raise UcxError(f"the read failed: {e}") from _bare(e)
         return self._state(state)
 
-    def done(self, handle: Any) -> bool:
+    def done(self, read: int) -> bool:
         """Whether a started READ is done; works for it."""
         try:
-            state = self._agent.check_xfer_state(handle)
+            state = self._agent.check_xfer_state(self._reads[read])
         except Exception as e:
-            raise UcxError(f"the read failed: {e}") from e
+            raise UcxError(f"the read failed: {e}") from _bare(e)
         return self._state(state)
 
-    def release(self, handle: Any) -> bool:
+    def release(self, read: int) -> bool:
         """Forget a READ; False if it is not over and cannot be."""
         try:
-            self._agent.release_xfer_handle(handle)
+            self._agent.release_xfer_handle(self._reads[read])
         except Exception as e:
             log.debug("%s: a read cannot be released yet: %s", self.member, e)
             return False
+        del self._reads[read]
         return True
 
     def progress(self) -> None:
@@ -214,6 +237,7 @@ class Agent:
 
     def close(self) -> None:
         """Disconnect and let go of everything."""
+        self._reads.clear()
         self._agent = None
         with _lock:
             _log.read()
@@ -226,8 +250,11 @@ class Agent:
         return state == "DONE"
 
 
-def _hint() -> str:
-    return "see UCX_TLS, UCX_NET_DEVICES and UCX_LOG_LEVEL=debug"
+def _hint(said: Sequence[str] = ()) -> str:
+    """What to look at: what UCX ``said``, and what it was told."""
+    words = f"UCX says: {'; '.join(said)}; " if said else ""
+    told = ", ".join(f"{k}={os.environ[k]}" for k in ("UCX_TLS", "UCX_NET_DEVICES") if k in os.environ)
+    return f"{words}{f'it was told {told}; ' if told else ''}see UCX_TLS, UCX_NET_DEVICES and UCX_LOG_LEVEL=debug"
 
 
 def _load() -> ModuleType:
@@ -264,10 +291,11 @@ class _Log:
             return {}
         return {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_LOG_LEVEL": "info"}
 
-    def read(self) -> None:
-        """Take in what UCX has written since."""
+    def read(self) -> list[str]:
+        """Take in what UCX has written since; its warnings and errors."""
+        said: list[str] = []
         if self._file is None or self._file < 0:
-            return
+            return said
         ctypes.CDLL(None).fflush(None)  # UCX's stream is buffered
         text = os.pread(self._file, _LOG_BYTES, self._at)
         self._at += len(text)
@@ -277,8 +305,12 @@ class _Log:
             if found := _CONNECTION.search(line):
                 lanes = dict.fromkeys(lane for group in _LANES.findall(found["lanes"]) for lane in group.split())
                 self.connections.setdefault(found["agent"], {})[found["cfg"]] = tuple(sorted(lanes))
+            elif _OURS.search(line):
+                continue  # where UCX has no CUDA
             elif level := _LEVEL.search(line):
-                log.log(logging.WARNING if level[1] == "WARN" else logging.ERROR, "UCX: %s", line[level.end() :])
+                said.append(line[level.end() :])
+                log.log(logging.WARNING if level[1] == "WARN" else logging.ERROR, "UCX: %s", said[-1])
+        return said
 
 
 _LOG_BYTES: Final = 1 << 20  # read at once
@@ -286,4 +318,8 @@ _LOG_BYTES: Final = 1 << 20  # read at once
 _CONNECTION: Final = re.compile(r"UCX +INFO +(?P<agent>\S+) (?:intra|inter)-node cfg#(?P<cfg>\d+) (?P<lanes>.*)")
 _LANES: Final = re.compile(r"\w+\(([^)]*)\)")
 _LEVEL: Final = re.compile(r"UCX +(WARN|ERROR|FATAL) +")
+#: A setting of ours that this UCX has no use for, and the advice that follows it.
+_OURS: Final = re.compile(
+    rf"UCX +WARN +(unused environment variables?: (({'|'.join(_TUNED)})(; )?)+$|\(set UCX_WARN_UNUSED_ENV_VARS=n)"
+)
 _log = _Log()

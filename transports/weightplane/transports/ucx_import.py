@@ -55,7 +55,7 @@ class _Plan:
 
     def __init__(self, entry: Entry, spans: Sequence[torch.Tensor], regions: set[int]) -> None:
         self.entry, self.spans, self.regions = entry, spans, regions
-        self.reads: list[tuple[Any, int]] = []  # handle, bytes
+        self.reads: list[tuple[int, int]] = []  # number, bytes
 
 
 class UcxImporter(Importer):
@@ -107,12 +107,15 @@ class UcxImporter(Importer):
                 self._agent.add(region.metadata)
             n = min(64, probe.nbytes)
             mine = _rows([(self._probe.data_ptr(), n, 0)])
-            handle = self._agent.prepare(remote.name, "DRAM", mine, *_where(probe, [(probe.address, n)]))
+            read = self._agent.prepare(remote.name, "DRAM", mine, *_where(probe, [(probe.address, n)]))
         except UcxError as e:
             raise PeerLost(f"{sender!r} cannot be reached by UCX: {e}", peers=(sender,)) from e
-        reads = deque([(handle, n)])
-        self._run(sender, remote, reads, remote.check, lambda _: None, connecting=True)
-        self._agent.release(handle)
+        try:
+            self._run(sender, remote, deque([(read, n)]), remote.check, lambda _: None, connecting=True)
+        except UcxError as e:
+            raise PeerLost(f"{sender!r} cannot be reached by UCX: {e}", peers=(sender,)) from e
+        finally:
+            self._agent.release(read)
 
     def map(self, sender: str, regions: Sequence[PullRegion]) -> None:
         """See ``Importer``.
@@ -174,8 +177,8 @@ class UcxImporter(Importer):
                 self._agent.remove(name)
 
     def _drop(self, plan: _Plan) -> None:
-        for handle, _ in plan.reads:
-            self._agent.release(handle)
+        for read, _ in plan.reads:
+            self._agent.release(read)
 
     def close(self) -> None:
         """See ``Importer``."""
@@ -200,8 +203,14 @@ class UcxImporter(Importer):
         if plan is None or plan.entry is not pull.entry or plan.spans is not pull.spans:
             plan = None  # it may hold the last reference to its memory
             plan = self._plan(sender, remote, pull)
-        with on_device(pull.spans[0].device if pull.spans else None):
-            self._run(sender, remote, deque(plan.reads), pull.check, pull.landed)
+        device = pull.spans[0].device if pull.spans else None
+        with on_device(device):
+            try:
+                self._run(sender, remote, deque(plan.reads), pull.check, pull.landed)
+            except UcxError as e:
+                by, bucket = describe(self._agent)["ucx_transports"], pull.bucket
+                what = f"bucket {bucket.index} of {bucket.nbytes} bytes, into {device or 'nothing'}, by UCX over {by}"
+                raise PeerLost(f"{sender!r} cannot be read: {what}: {e}", peers=(sender,), bucket=bucket.index) from e
 
     def _plan(self, sender: str, remote: _Remote, pull: Pull) -> _Plan:
         index = pull.bucket.index
@@ -210,7 +219,11 @@ class UcxImporter(Importer):
         if index in remote.plans:
             self._drop(remote.plans.pop(index))
         before = len(self._regions)
-        covered = self._regions.cover(pull.spans)
+        try:
+            covered = self._regions.cover(pull.spans)
+        except UcxError as e:
+            text = f"bucket {index} of {pull.bucket.nbytes} bytes: {e} (locked memory: ulimit -l)"
+            raise TransportError(text, bucket=index) from e
         if moved and len(self._regions) != before:  # memory moves here: let go of what is used no more
             self._regions.settle(())
         entry, plan = pull.entry, _Plan(pull.entry, pull.spans, set(pull.entry.regions))
@@ -262,30 +275,31 @@ class UcxImporter(Importer):
         self,
         sender: str,
         remote: _Remote,
-        waiting: deque[tuple[Any, int]],
+        waiting: deque[tuple[int, int]],
         check: Callable[[], None],
         landed: Callable[[int], None],
         connecting: bool = False,
     ) -> None:
-        """Run READs, some at once, in order. Whatever goes wrong: none is in flight any more afterwards."""
-        flying: deque[tuple[Any, int]] = deque()
+        """Run READs, some at once, in order. Whatever goes wrong (``UcxError``, what ``check`` raises): none is in
+        flight any more afterwards."""
+        flying: deque[tuple[int, int]] = deque()
         agent, started = self._agent, 0.0
         try:
             while waiting or flying:
                 while waiting and len(flying) < _IN_FLIGHT:
                     check()
-                    handle, nbytes = waiting[0]
+                    read, nbytes = waiting[0]
                     flying.append(waiting.popleft())
                     if len(flying) == 1:
                         started = time.monotonic()
-                    if agent.start(handle):
+                    if agent.start(read):
                         if len(flying) > 1:
                             break  # earlier ones are counted first
                         flying.popleft()
                         _count(nbytes, landed)
                 while flying:
-                    handle, nbytes = flying[0]
-                    if not agent.done(handle):
+                    read, nbytes = flying[0]
+                    if not agent.done(read):
                         self._idle(sender, remote, time.monotonic() - started, nbytes, connecting)
                         check()
                         continue
@@ -294,14 +308,12 @@ class UcxImporter(Importer):
                     _count(nbytes, landed)
                     if waiting:
                         break
-        except BaseException as e:
+        except BaseException:
             cut_off = sum(nbytes for _, nbytes in flying)
             self._quiet(remote, flying)
             if cut_off:  # it may have been written, in part or whole
                 with contextlib.suppress(Exception):
                     landed(cut_off)
-            if isinstance(e, UcxError):
-                raise PeerLost(f"{sender!r} cannot be read any more: {e}", peers=(sender,)) from e
             raise
 
     def _idle(self, sender: str, remote: _Remote, passed: float, nbytes: int, connecting: bool) -> None:
@@ -314,7 +326,7 @@ class UcxImporter(Importer):
         elif passed > 0.05:
             time.sleep(0.0001)
 
-    def _quiet(self, remote: _Remote, flying: Collection[tuple[Any, int]]) -> None:
+    def _quiet(self, remote: _Remote, flying: Collection[tuple[int, int]]) -> None:
         """See to it that nothing lands any more: disconnect, then wait until NIXL says that every READ is over."""
         if not flying:
             return
@@ -322,7 +334,7 @@ class UcxImporter(Importer):
         name, remote.name = remote.name, ""
         with contextlib.suppress(UcxError):
             self._agent.remove(name)
-        left = [handle for handle, _ in flying]
+        left = [read for read, _ in flying]
         while left:
             left = [h for h in left if not self._over(h)]
             if left and time.monotonic() > until:
@@ -333,9 +345,9 @@ class UcxImporter(Importer):
                 time.sleep(0.001)
         self._forget(remote)
 
-    def _over(self, handle: Any) -> bool:
+    def _over(self, read: int) -> bool:
         try:
-            return self._agent.done(handle)
+            return self._agent.done(read)
         except UcxError as e:
             log.debug("a read that was given up: %s", e)
             return True

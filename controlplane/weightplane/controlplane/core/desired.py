@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .catching import holds_back, owns, serves
 from .model import (
     CachePolicy,
+    CatchUp,
     Channel,
     GroupState,
     Held,
@@ -15,13 +17,23 @@ from .model import (
     Phase,
     Replica,
     SleepOrder,
+    Stage,
     Update,
     Verify,
 )
 from .progress import covered, gate_open
 from .reasons import Failure
 
-__all__ = ["ArmedCall", "DesiredChannel", "DesiredReplica", "DesiredUpdate", "desired_replica", "resolve"]
+__all__ = [
+    "ArmedCall",
+    "DesiredChannel",
+    "DesiredReplica",
+    "DesiredUpdate",
+    "ServeOrder",
+    "desired_replica",
+    "resolve",
+    "serve_orders",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,8 @@ class DesiredChannel:
 class DesiredUpdate:
     """The update that the replica takes part in. ``decision``: "", "COMMIT" or "ABORT".
 
-    ``channels``: each worker is in exactly one. ``all_called``: the calls cover every bucket of all of them.
+    ``channels``: each worker is in exactly one. ``all_called``: the calls cover every bucket of all of them. ``holds``:
+    in a catch-up, what the replica holds once it is applied (the update that was committed).
     """
 
     update_id: str
@@ -71,6 +84,23 @@ class DesiredUpdate:
     decision: str
     failure: Failure | None
     remaining_s: float
+    holds: Held | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOrder:
+    """A catch-up that a member is to send from the copy of ``held`` that it retains: opened and armed at once, sent
+    once ``go``, and no bucket begun while ``hold``. Over as soon as it is asked for no more."""
+
+    catch_up_id: str
+    held: Held
+    manifest_id: str
+    plan_id: str
+    channel: Channel
+    epoch: int
+    generation: int
+    go: bool
+    hold: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +116,7 @@ class DesiredReplica:
     resolutions: tuple[tuple[str, str], ...]
     pauses: tuple[tuple[str, PauseMode], ...]
     sleep: SleepOrder | None = None
+    serve: tuple[ServeOrder, ...] = ()
 
 
 def resolve(state: GroupState, update_id: str, replica_id: str) -> str:
@@ -93,6 +124,9 @@ def resolve(state: GroupState, update_id: str, replica_id: str) -> str:
 
     Who was excluded drops, whatever became of the update: its bytes were never verified.
     """
+    c = owns(state, replica_id, update_id)
+    if c is not None:
+        return c.decision
     u = state.open
     if u is None or u.update_id != update_id:
         u = state.history.get(update_id)
@@ -119,6 +153,9 @@ def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredRe
     if r.asked and (u is None or r.asked != u.update_id):
         resolutions = ((r.asked, resolve(state, r.asked, replica_id)),)
     update = _desired_update(state, r, u, now) if u is not None else None
+    c = state.catch_ups.get(replica_id)
+    if update is None and c is not None and c.incarnation == r.incarnation:
+        update = _caught_up(state, c, now)
     pauses = tuple(sorted(r.pauses_wanted.items()))
     return DesiredReplica(
         r.replica_id,
@@ -130,6 +167,54 @@ def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredRe
         resolutions,
         pauses,
         r.sleep,
+        serve_orders(state, replica_id) if state.catch_ups else (),
+    )
+
+
+def serve_orders(state: GroupState, holder: str) -> tuple[ServeOrder, ...]:
+    """What a replica, or ("") each rank of the trainer, is to send to replicas that are caught up."""
+    hold = holds_back(state)
+    return tuple(
+        ServeOrder(
+            c.catch_up_id,
+            c.target,
+            c.manifest_id,
+            c.plan.plan_id if c.plan is not None else "",
+            c.channel,
+            state.epoch,
+            c.generation,
+            c.stage >= Stage.ARMED,
+            hold,
+        )
+        for c in serves(state, holder).values()
+    )
+
+
+def _caught_up(state: GroupState, c: CatchUp, now: float) -> DesiredUpdate:
+    """A catch-up, as the replica takes it: an update of its own that it alone is in, every bucket called at once."""
+    channel_id, plan = c.channel.channel_id, c.plan
+    of_it = DesiredChannel(
+        channel_id, c.channel, plan.plan_id if plan is not None else "", tuple(range(len(c.members)))
+    )
+    calls = (ArmedCall(1, ((channel_id, 0, plan.buckets),)),) if plan is not None else ()
+    return DesiredUpdate(
+        update_id=c.catch_up_id,
+        version=c.target.version,
+        trainer_step=c.trainer_step,
+        lineage=c.lineage,
+        generation=c.generation,
+        manifest_id=c.manifest_id,
+        channels=(of_it,),
+        mode=c.mode,
+        pause=c.pause,
+        cache=c.cache,
+        verify=Verify.FULL,
+        calls=calls,
+        all_called=plan is not None,
+        decision=c.decision,
+        failure=c.failure,
+        remaining_s=10 * max(state.policy.update_timeout_s, 1.0),  # ours to end: it may have to wait for updates
+        holds=c.target,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .events import ReadBack, StepDown, Stored
 from .evolve import replace
-from .model import Phase, Stage, Update, Weights
+from .model import Part, Phase, Stage, Update, Weights
 from .reasons import Failure, Reason
 from .tx import Tx
 
@@ -84,6 +84,7 @@ def _commit(tx: Tx, u: Update) -> None:
         committed_step=u.options.trainer_step,
         committed_lineage=u.lineage,
         committed_manifest=u.options.manifest_id,
+        unproven="",
         rewinding=_rewinds(tx, u),
     )
     for part in u.active():
@@ -109,7 +110,7 @@ def maybe_complete(tx: Tx, u: Update) -> None:
 
 def _close(tx: Tx, u: Update) -> None:
     """An update is over: history, counters, answers, and whoever waited for it."""
-    from . import updates
+    from . import starting
 
     given_up = any(w.what == "abort" for w in u.waiters)
     u = replace(u, closed=True, ended_at=tx.now)
@@ -127,6 +128,7 @@ def _close(tx: Tx, u: Update) -> None:
             continue
         if u.phase is Phase.COMMITTED and part.stage is Stage.APPLIED and not part.dirty:
             r = replace(r, failures_in_a_row=0, failure=None)
+            r = replace(r, catch_ups_failed=0, catch_up_after=0.0, catch_up_refusal="")
             if r.admin.value == "QUARANTINED":
                 r = replace(r, admin=type(r.admin).ACTIVE)
                 tx.write_roster(r.replica_id, r.admin)
@@ -142,10 +144,15 @@ def _close(tx: Tx, u: Update) -> None:
     if t is not None and t.generation == u.generation and broken and u.calls:
         tx.put_trainer(replace(t, channels=()))  # what the dead could still touch is never used again (rule 9)
     tx.write("close", u)
-    tx.push(u.parts)
+    tx.push(p.replica_id for p in u.parts.values() if not _settled(u, p))
     tx.push_trainers(u.update_id)
     tx.say(f"update {u.update_id} is over: {u.phase}", u.update_id)
-    updates.pump(tx)
+    starting.pump(tx)
+
+
+def _settled(u: Update, p: Part) -> bool:
+    """Whether a participant knows all that there is to know of its end: it applied what was committed."""
+    return u.phase is Phase.COMMITTED and p.stage is Stage.APPLIED and not (p.dirty or p.excluded or p.failure)
 
 
 def abandoned(tx: Tx, u: Update, generation: int) -> None:
@@ -189,4 +196,12 @@ def tick(tx: Tx) -> None:
         u = tx.put_update(replace(u, parts=parts))
         maybe_aborted(tx, u)
     elif u.phase is Phase.COMMITTED and tx.now >= u.deadline:
-        _close(tx, u)
+        _close(tx, replace(u, parts={rid: _unreached(p) for rid, p in u.parts.items()}))
+
+
+def _unreached(p: Part) -> Part:
+    """At the deadline: who did not say that it flipped is PENDING, and that is said to be why."""
+    if p.excluded or p.stage is Stage.APPLIED or p.failure is not None:
+        return p
+    why = "did not say by the deadline that it applied what was committed; it is brought in line once it can be reached"
+    return replace(p, failure=Failure(Reason.DEADLINE, why, p.replica_id, Phase.COMMITTED.value))

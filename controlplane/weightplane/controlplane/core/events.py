@@ -21,6 +21,7 @@ from .model import (
     Policy,
     Process,
     Replica,
+    Retained,
     Stage,
     Timings,
     Update,
@@ -93,6 +94,21 @@ class Report:
     asleep: tuple[str, ...] = ()
     sleep_order: int = 0
     sleep_failure: Failure | None = None
+    retained: Retained | None = None
+    serve_failures: tuple[tuple[str, Failure], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What a trainer rank retains, and which catch-ups (catch_up_id, why) it cannot serve. ``host_id``, ``offers``: how
+    its copy can be sent."""
+
+    generation: int
+    rank: int
+    retained: Retained | None = None
+    serve_failures: tuple[tuple[str, Failure], ...] = ()
+    host_id: str = ""
+    offers: tuple[Offer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +355,7 @@ Event = (
     ReplicaHello
     | RankHello
     | RankGone
+    | RankReport
     | Beat
     | Report
     | Leave
@@ -405,7 +422,8 @@ class MakePlan:
 class Compare:
     """Compare a participant's receipts with the expected digests; answer with ``Verified``.
 
-    ``plans``: (plan_id, the participant's members that receive by it), each worker in exactly one.
+    ``plans``: (plan_id, the participant's members that receive by it), each worker in exactly one. ``against``: in a
+    catch-up, the committed update whose digests are expected.
     """
 
     update_id: str
@@ -413,6 +431,7 @@ class Compare:
     incarnation: str
     plans: tuple[tuple[str, tuple[str, ...]], ...]
     verify: Verify
+    against: str = ""
 
 
 @dataclass(frozen=True, slots=True)

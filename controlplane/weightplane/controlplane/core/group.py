@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import ending, members, operators, progress, sleeping, trainers, updates
+from . import catching, ending, members, operators, progress, sleeping, starting, trainers, updates
 from .events import (
     AbortUpdate,
     Beat,
@@ -25,6 +25,7 @@ from .events import (
     RankGone,
     RankHello,
     RankPlacement,
+    RankReport,
     ReplicaHello,
     Report,
     SetAdmin,
@@ -58,6 +59,7 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, list[
         tx.quietly("stepped down")
         return tx.done(state)
     _HANDLERS[type(event)](tx, event)
+    catching.settle(tx, state)
     return tx.done(state)
 
 
@@ -66,7 +68,17 @@ def _report(tx: Tx, e: Report) -> None:
     members.report(tx, e)
     if tx.state is not before:
         operators.settle_pauses(tx)
-        updates.pump(tx)
+        starting.pump(tx)
+
+
+def _plan_made(tx: Tx, e: PlanMade) -> None:
+    u = tx.state.open
+    (starting if u is not None and u.update_id == e.update_id else catching).plan_made(tx, e)
+
+
+def _verified(tx: Tx, e: Verified) -> None:
+    c = catching.owns(tx.state, e.replica_id, e.update_id)
+    (progress if c is None else catching).verified(tx, e)
 
 
 def _stored(tx: Tx, e: Stored) -> None:
@@ -82,7 +94,7 @@ def _stored(tx: Tx, e: Stored) -> None:
     if e.ok is False:
         ending.step_down(tx, f"the store refused a {kind} write: another coordinator leads")
     elif kind == "freeze" and u is not None:
-        updates.frozen(tx, u, e.ok, e.failed)
+        starting.frozen(tx, u, e.ok, e.failed)
     elif kind == "decide" and u is not None:
         ending.decision_stored(tx, u, e)
     elif e.ok is None:
@@ -152,7 +164,8 @@ def _tick(tx: Tx, e: Tick) -> None:
     progress.tick(tx)
     ending.tick(tx)
     operators.settle_pauses(tx)
-    updates.pump(tx)
+    starting.pump(tx)
+    catching.tick(tx)
     _save_again(tx)
     if not tx.reasons:
         tx.quietly("tick")
@@ -166,16 +179,17 @@ _HANDLERS: dict[type[Any], Callable[[Tx, Any], None]] = {
     WorkerPlacement: members.worker_placement,
     RankHello: trainers.rank_hello,
     RankGone: trainers.rank_gone,
+    RankReport: catching.rank_report,
     InitTransfer: trainers.init,
     RankPlacement: trainers.rank_placement,
     CloseTransfer: trainers.close,
-    StartUpdate: updates.start,
+    StartUpdate: starting.start,
     UpdateWeights: updates.weights,
     DigestsIn: updates.digests_in,
     FinishUpdate: updates.finish,
     AbortUpdate: updates.abort,
-    PlanMade: updates.plan_made,
-    Verified: progress.verified,
+    PlanMade: _plan_made,
+    Verified: _verified,
     SetPolicy: operators.set_policy,
     SetPause: operators.set_pause,
     SetAdmin: operators.set_admin,
@@ -235,5 +249,6 @@ def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float)
         acks={},
         healing=frozenset(),
         stepped_down=False,
+        catch_ups={},
     )
     return state, aborted

@@ -153,6 +153,9 @@ class Manifest:
         Canonical JSON: a list of ``[name, dtype, [dims...], alias_of]`` in manifest order, UTF-8, no spaces, non-ASCII
         characters written as themselves. Any language can compute it; ``docs/protocol.md`` has vectors.
         """
+        return "m-" + hashlib.sha256(self.canonical()).hexdigest()[:32]
+
+    def canonical(self) -> bytes:
+        """What the id hashes."""
         rows = [[t.name, t.dtype, list(t.shape), t.alias_of] for t in self.tensors]
-        text = json.dumps(rows, ensure_ascii=False, separators=(",", ":"))
-        return "m-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        return json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")

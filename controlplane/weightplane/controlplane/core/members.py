@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import progress, sleeping
+from . import catching, progress, sleeping
 from .events import Beat, EndSession, Leave, ReplicaHello, Report, WorkerPlacement
 from .evolve import replace
 from .model import (
@@ -56,6 +56,8 @@ def may_join(r: Replica, now: float, full: bool = True) -> str:
         return "it has not reported what it holds"
     if not _ADMIN_JOINS[r.admin][0 if full else 1]:
         return f"it is {r.admin}"
+    if "weights" in r.asleep:  # by hand, while it was in another state than ACTIVE
+        return "its weights are asleep"
     if r.draining:
         return f"it is still draining update {r.draining}"
     if not _WEIGHTS_JOINS[r.weights]:
@@ -65,12 +67,13 @@ def may_join(r: Replica, now: float, full: bool = True) -> str:
 
 
 def routable(state: GroupState, r: Replica, min_version: int = 0) -> tuple[bool, bool, bool, str]:
-    """(live, ready, routable, why not). A publish in progress neither ends readiness nor routability."""
+    """(live, ready, routable, why not). A publish neither ends readiness nor, at the version held, routability: who is
+    PENDING serves what it holds, or stands still for the moment."""
     live = r.liveness is not Liveness.LOST
     if not live:
         return False, False, False, "its lease ended"
     others = sorted(set(r.pause_holders) - {"update"})
-    if r.weights not in (Weights.READY, Weights.UPDATING) or not _ours(state, r.held):
+    if r.weights not in (Weights.READY, Weights.UPDATING, Weights.PENDING) or not _ours(state, r.held):
         return live, False, False, f"its weights are {r.weights}"
     if others:
         return live, False, False, f"generation is paused by {', '.join(others)}"
@@ -108,6 +111,7 @@ def hello(tx: Tx, e: ReplicaHello) -> None:
             weights=Weights.JOINING,
             held=NONE_HELD,
             reported=False,
+            came_at=tx.now,
             admin=old.admin if old is not None and old.admin is not Admin.LEAVING else Admin.ACTIVE,
             pauses_wanted=old.pauses_wanted if old is not None else {},
             resumed=old.resumed if old is not None else frozenset(),
@@ -160,6 +164,7 @@ def _life_over(tx: Tx, r: Replica, reason: Reason, why: str) -> None:
         held=NONE_HELD,
         placements={},
         report_seq=-1,
+        retained=None,
     )
     tx.put_replica(gone)
     if u is None or r.replica_id not in u.parts or u.parts[r.replica_id].incarnation != r.incarnation:
@@ -278,6 +283,7 @@ def report(tx: Tx, e: Report) -> None:
         e.update_id
         and Stage.JOINED <= e.stage <= Stage.PREPARED
         and not (mine and u is not None and e.update_id == u.update_id)
+        and catching.owns(s, e.replica_id, e.update_id) is None
     )
     drained = e.update_id != r.draining or e.stage in (Stage.APPLIED, Stage.ABORTED, Stage.FAILED)
     first = not r.reported
@@ -296,6 +302,7 @@ def report(tx: Tx, e: Report) -> None:
         running_requests=e.running_requests,
         failure=failure,
         admin=Admin.LEAVING if e.leaving else r.admin,
+        retained=e.retained,
     )
     r = sleeping.reported(tx, r, e)
     past = s.history.get(r.asked)
@@ -312,6 +319,7 @@ def report(tx: Tx, e: Report) -> None:
         tx.quietly(f"report of {r.replica_id}")
     if mine and u is not None:
         progress.part_report(tx, u, r.replica_id, e, mixed, held)
+    catching.replica_report(tx, e, mixed, held)
     _late_flip(tx, r, mixed)
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "Admin",
     "CachePolicy",
     "Call",
+    "CatchUp",
     "Channel",
     "Choice",
     "Config",
@@ -35,6 +36,7 @@ __all__ = [
     "Process",
     "Rank",
     "Replica",
+    "Retained",
     "Stage",
     "Timings",
     "Trainer",
@@ -164,6 +166,14 @@ NONE_HELD = Held()
 
 
 @dataclass(frozen=True, slots=True)
+class Retained:
+    """An immutable copy of what a member sent or applied, kept so that others can be caught up from it."""
+
+    held: Held
+    manifest_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The coordinator's times, in seconds."""
 
@@ -176,6 +186,10 @@ class Config:
     quarantine_after: int = 3
     history: int = 1000
     lost_kept_s: float = 300.0
+    catch_ups_at_once: int = 2
+    catch_up_idle_s: float = 2.0
+    catch_up_retry_s: float = 1.0
+    catch_up_patience_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +263,9 @@ class Replica:
     """One replica as known: who it is, its three states, and what it last reported. ``resumed``: pause holders that let
     go before its first report to us, which must not bring their pauses back. ``draining``: an aborted update that
     it did not drain in time; until it has, it joins no other. ``sleep``: the last order of this life; ``asleep``:
-    what it says is released, ``sleep_done`` the order up to which it obeyed."""
+    what it says is released, ``sleep_done`` the order up to which it obeyed. ``catch_up_refusal``: why it was not
+    caught up when that was tried last, ``catch_ups_failed`` times in a row; not again before ``catch_up_after``.
+    ``came_at``: when this life began for us."""
 
     replica_id: str
     incarnation: str = ""
@@ -290,11 +306,17 @@ class Replica:
     sleep: SleepOrder | None = None
     asleep: tuple[str, ...] = ()
     sleep_done: int = 0
+    retained: Retained | None = None
+    catch_up_after: float = 0.0
+    catch_ups_failed: int = 0
+    catch_up_refusal: str = ""
+    came_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of the trainer."""
+    """One rank of the trainer. ``serve_host``, ``serve_offers``: how what it retains can be sent, as it said last: what
+    InitTransfer said is gone after a restart of ours."""
 
     rank: int
     host_id: str = ""
@@ -308,6 +330,9 @@ class Rank:
     stopped_since: float = -1.0
     progress: int = 0
     lost: bool = False
+    retained: Retained | None = None
+    serve_host: str = ""
+    serve_offers: tuple[Offer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,11 +527,53 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class CatchUp:
+    """One life of a replica is being brought to ``target``, which was committed, from a copy that ``holder`` retains.
+
+    ``holder`` is a replica (of life ``holder_life``), or "" for the trainer (of that generation). ``senders``: its
+    members and the layouts of their copies, in channel order. ``decision``: "", "COMMIT" or "ABORT". ``waited``: the
+    seconds that it stood still for updates.
+    """
+
+    catch_up_id: str
+    replica_id: str
+    incarnation: str
+    target: Held
+    trainer_step: int
+    lineage: str
+    generation: int
+    manifest_id: str
+    holder: str
+    holder_life: str
+    senders: tuple[tuple[str, str], ...]
+    channel: Channel
+    mode: Mode
+    pause: PauseMode
+    cache: CachePolicy
+    began: float
+    deadline: float
+    stage: Stage = Stage.NONE
+    plan: PlanSummary | None = None
+    planning: bool = False
+    bytes_received: int = 0
+    waited: float = 0.0
+    decision: str = ""
+    failure: Failure | None = None
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The replica's workers, as receivers."""
+        return self.channel.receivers
+
+
+@dataclass(frozen=True, slots=True)
 class GroupState:
     """Everything of one group. ``roster`` names each replica known to the store; ``healing`` those that were
     DIRTY when the open update froze, and say so until they apply it. ``writes`` are under way: (kind, about
     what); ``unsaved`` are those that ended unknown and are asked for again; ``acks`` names the caller who waits for
-    a write."""
+    a write. ``catch_ups`` are under way, by replica, looked at last at ``caught_at``; ``secret``: random bytes of this
+    epoch, for their keys. ``unproven``: why nobody can be caught up to what is committed, though there may be copies:
+    what was stored to prove it, of a former epoch, is not there."""
 
     group: str
     cluster_id: str
@@ -537,3 +604,7 @@ class GroupState:
     unsaved: frozenset[tuple[str, str]] = frozenset()
     acks: Mapping[str, str] = field(default_factory=dict)
     stepped_down: bool = False
+    catch_ups: Mapping[str, CatchUp] = field(default_factory=dict)
+    caught_at: float = 0.0
+    secret: bytes = b""
+    unproven: str = ""

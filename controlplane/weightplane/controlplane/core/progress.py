@@ -22,6 +22,7 @@ __all__ = [
     "part_failed",
     "part_report",
     "tick",
+    "time_is_up",
     "verified",
 ]
 
@@ -43,6 +44,10 @@ def live_channels(u: Update) -> list[str]:
 def gate_open(u: Update) -> bool:
     """Whether in-place participants may be armed: every staged one has voted and was verified (rule 3)."""
     return all(p.voted and p.verified for p in u.active() if p.mode is Mode.STAGED)
+
+
+#: A member's clock of a deadline may run ahead of ours by about this.
+_EARLY_S = 0.1
 
 
 def _still_dirty(tx: Tx, u: Update, e: Report) -> bool:
@@ -76,14 +81,16 @@ def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held
         return
     tx.push_trainers(u.update_id)
     if u.phase in _BEFORE and not part.excluded:
+        if e.failure is not None and e.failure.reason is Reason.DEADLINE and time_is_up(tx, u):
+            return  # by its own clock, and it does not know why: it is the first to say so, not the one at fault
         if e.stage in (Stage.ABORTED, Stage.FAILED) or mixed or e.failure is not None:
             failure = e.failure or e.dirty_reason or Failure(Reason.ENGINE, f"replica {replica_id} dropped the update")
             part_failed(tx, u, replica_id, replace(failure, member=failure.member or replica_id, phase=u.phase.value))
             return
         if new.stage >= Stage.JOINED > part.stage:
-            from . import updates
+            from . import starting
 
-            updates.maybe_plan(tx, u)
+            starting.maybe_plan(tx, u)
         if new.armed_seq > part.armed_seq:
             maybe_armed(tx, u)
         if new.stage >= Stage.RECEIVED > part.stage and all(p.stage >= Stage.RECEIVED for p in u.active()):
@@ -165,9 +172,9 @@ def exclude(tx: Tx, u: Update, replica_id: str) -> None:
     tx.push([replica_id])
     tx.push_trainers(u.update_id)
     tx.say(f"replica {replica_id} is excluded from {u.update_id}: {u.parts[replica_id].failure}", u.update_id)
-    from . import updates
+    from . import starting
 
-    updates.maybe_plan(tx, u)
+    starting.maybe_plan(tx, u)
     u = tx.state.open or u
     if gate_open(u):
         tx.push(p.replica_id for p in u.active() if p.mode is Mode.IN_PLACE)
@@ -280,6 +287,15 @@ def _waited_for(u: Update) -> str:
     return "replicas " + ", ".join(late[:5]) if late else ""
 
 
+def time_is_up(tx: Tx, u: Update) -> bool:
+    """Whether what somebody says at this moment comes of the prepare deadline; it is then enforced."""
+    if u.phase not in _BEFORE or tx.now < u.prepare_deadline - _EARLY_S:
+        return False
+    tx.put_update(replace(tx.state.open or u, prepare_deadline=min(tx.now, u.prepare_deadline)))
+    tick(tx)
+    return True
+
+
 def tick(tx: Tx) -> None:
     """Enforce the prepare deadline (rule 6: AT_LEAST decides then; rule 2 of everything: it ends)."""
     u = tx.state.open
@@ -310,16 +326,34 @@ def tick(tx: Tx) -> None:
                 exclude(tx, tx.state.open or u, p.replica_id)
         return
     t = tx.state.trainer
+    last = _last(u)
     if not over and t is not None and all(p.voted for p in u.active()):
         ranks = sorted(set(range(t.world_size)) - u.finished_ranks)
         who = f"trainer ranks {ranks}, which did not finish"
     else:
         who = _waited_for(u) or "the trainer"
         for p in u.active():
-            if not p.voted and over:
+            if not p.voted and over and (last is None or p.replica_id == last.replica_id):
                 _count_failure(tx, p.replica_id, Failure(Reason.DEADLINE, "not prepared in time", p.replica_id))
     message = f"the prepare deadline passed in {u.phase}; waited for {who}"
-    ending.abort(tx, tx.state.open or u, Failure(Reason.DEADLINE, message, phase=u.phase.value))
+    if last is not None:
+        message += f"; {last.replica_id} is furthest behind, with {last.bytes_received} bytes"
+    member = last.replica_id if last is not None else ""
+    ending.abort(tx, tx.state.open or u, Failure(Reason.DEADLINE, message, member, u.phase.value))
+
+
+def _last(u: Update) -> Part | None:
+    """The one participant that is behind all others, if there is one: a sender that fills a ring holds them all up for
+    it. When the sender is what they wait for, all have got equally far."""
+
+    def far(p: Part) -> tuple[int, float]:
+        due = [n for s in u.plans.values() for m, n in s.bytes_for.items() if m.rpartition("/")[0] == p.replica_id]
+        return p.stage, p.bytes_received / max(sum(due), 1)
+
+    late = sorted((*far(p), p.replica_id) for p in u.active() if not p.voted)
+    if not late or (len(late) > 1 and late[0][:2] == late[1][:2]):
+        return None
+    return u.parts[late[0][2]]
 
 
 def parts_by_stage(parts: Iterable[Part]) -> dict[str, int]:

@@ -8,13 +8,39 @@ while one of them is blocked, and its end (``Drained``) means that nothing of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
-from .desired import DesiredReplica, DesiredUpdate
-from .events import Report
-from .model import NONE_HELD, Held, Mode, PauseMode, SleepOrder, Stage, Timings
+from .desired import DesiredUpdate
+from .model import Mode, PauseMode, Stage
 from .reasons import Failure, Reason
+from .replica_events import (
+    Applied,
+    Apply,
+    Arm,
+    Armed,
+    Check,
+    Checked,
+    Desired,
+    Drained,
+    Drop,
+    Effect,
+    EngineHeld,
+    Failed,
+    Kept,
+    Pause,
+    Paused,
+    Prepare,
+    Prepared,
+    Received,
+    Resume,
+    Resumed,
+    SendReport,
+    ServeFailed,
+    Sleep,
+    SleepDone,
+    Tick,
+)
+from .replica_state import ReplicaState, Taking, Tx, fenced, report_of
 
 __all__ = [
     "Applied",
@@ -26,8 +52,10 @@ __all__ = [
     "Desired",
     "Drained",
     "Drop",
+    "Effect",
     "EngineHeld",
     "Failed",
+    "Kept",
     "Pause",
     "Paused",
     "Prepare",
@@ -35,7 +63,9 @@ __all__ = [
     "Received",
     "ReplicaState",
     "Resume",
+    "Resumed",
     "SendReport",
+    "ServeFailed",
     "Sleep",
     "SleepDone",
     "Taking",
@@ -46,280 +76,9 @@ __all__ = [
 ]
 
 
-# --- events ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Desired:
-    """The coordinator's newest desired state."""
-
-    desired: DesiredReplica
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """The manifest fits the engine, and the placements are sent."""
-
-    update_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Armed:
-    """Every worker is armed for call ``seq``."""
-
-    update_id: str
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """Every byte of call ``seq`` is in place on every worker."""
-
-    update_id: str
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Receipts are delivered; staged: apply pre-validated, memory held; in place: applied, verified, still fenced."""
-
-    update_id: str
-    timings: Timings = Timings()  # noqa: RUF009 - frozen
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """Every worker acknowledged apply and cache handling; ``held`` is read from the workers."""
-
-    update_id: str
-    held: tuple[Held, ...]
-    timings: Timings = Timings()  # noqa: RUF009 - frozen
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An operation failed. ``dirty``: live memory may hold a mix."""
-
-    update_id: str
-    failure: Failure
-    dirty: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """The dropped update can touch nothing any more. ``wrote``: bytes of it reached live memory."""
-
-    update_id: str
-    wrote: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """Generation stands still for ``holder`` (and for WAIT: nothing is in flight)."""
-
-    holder: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The engine let go of ``holder``'s pause."""
-
-    holder: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineHeld:
-    """What the workers hold, read from them: at start, after an engine restart, after a reconnect. ``why`` dirty."""
-
-    held: tuple[Held, ...]
-    dirty: bool = False
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SleepDone:
-    """An order to sleep or to wake was carried out, or given up for ``failure``. ``asleep``: what is released now.
-
-    ``lost``: why live memory no longer holds what it did (its weights were dropped).
-    """
-
-    order: int
-    asleep: tuple[str, ...]
-    held: tuple[Held, ...]
-    failure: Failure | None = None
-    lost: Failure | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed."""
-
-
-# --- effects --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Fetch the manifest, compare it with the engine, send placements."""
-
-    update_id: str
-    manifest_id: str
-    mode: Mode
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """Open the channel if need be and arm every worker for one call; then receive it (``Armed``, then ``Received``)."""
-
-    update_id: str
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Everything is in place: hash, send receipts, validate (staged) or apply (in place). Ends as Prepared."""
-
-    update_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Decided: staged: write live parameters; in place: set the version. Then handle caches. Ends as Applied."""
-
-    update_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Abort the channel out of band and forget the update. Ends as Drained."""
-
-    update_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Stop generation for ``holder``. Ends as Paused."""
-
-    holder: str
-    mode: PauseMode
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Remove ``holder``'s pause, also one still on its way: after ``Resumed`` no earlier ``Paused`` of it comes.
-
-    Generation runs once no holder is left. Ends as Resumed.
-    """
-
-    holder: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    """Carry out an order to sleep or to wake: no update is being taken meanwhile. Ends as SleepDone."""
-
-    order: SleepOrder
-
-
-@dataclass(frozen=True, slots=True)
-class SendReport:
-    """Tell the coordinator (``report_of``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taking:
-    """The update being taken. ``busy`` names the operation in flight, ``pause`` how generation must stand still for it
-    (None: it need not)."""
-
-    want: DesiredUpdate
-    epoch: int
-    deadline: float
-    stage: Stage = Stage.NONE
-    armed_seq: int = 0
-    received_seq: int = 0
-    busy: str = ""
-    decision: str = ""
-    dropping: bool = False
-    pause: PauseMode | None = None
-    failure: Failure | None = None
-    timings: Timings = Timings()  # noqa: RUF009 - frozen
-
-    @property
-    def held(self) -> Held:
-        """What every worker holds once the update is applied."""
-        return Held(self.want.version, self.want.update_id)
-
-    @property
-    def voted(self) -> bool:
-        """Whether this replica may no longer abort by itself."""
-        return self.stage is Stage.PREPARED
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.stage in (Stage.APPLIED, Stage.ABORTED, Stage.FAILED)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
-    """One life of a replica.
-
-    ``paused``: holders in force; ``pausing`` and ``resuming``: asked of the engine and not confirmed. ``newest`` is the
-    last desired state, of ``newest_at``: what it asks for is taken up once the update before it is over.
-    ``asleep``: what the engine has released; ``sleep_begun`` and ``sleep_done`` number the last orders about it.
-    """
-
-    replica_id: str
-    incarnation: str
-    workers: int = 1
-    cluster_id: str = ""
-    epoch: int = 0
-    held: tuple[Held, ...] = ()
-    dirty: bool = False
-    dirty_reason: Failure | None = None
-    taking: Taking | None = None
-    paused: frozenset[str] = frozenset()
-    pausing: frozenset[str] = frozenset()
-    resuming: frozenset[str] = frozenset()
-    wanted: tuple[tuple[str, PauseMode], ...] = ()
-    sequence: int = 0
-    updates_since_start: int = 0
-    leaving: bool = False
-    newest: DesiredReplica | None = None
-    newest_at: float = 0.0
-    asleep: tuple[str, ...] = ()
-    sleep_begun: int = 0
-    sleep_done: int = 0
-    sleep_failure: Failure | None = None
-
-
-Effect = Check | Arm | Prepare | Apply | Drop | Pause | Resume | Sleep | SendReport
-
-
-class _Tx:
-    def __init__(self, state: ReplicaState, now: float) -> None:
-        self.state, self.now = state, now
-        self.effects: list[Effect] = []
-        self.reason = "nothing to do"
-
-    def set(self, **changes: Any) -> None:
-        self.state = replace(self.state, **changes)
-
-    def take(self, **changes: Any) -> None:
-        assert self.state.taking is not None
-        self.set(taking=replace(self.state.taking, **changes))
-
-    def report(self, reason: str) -> None:
-        self.reason = reason
-        if not any(isinstance(x, SendReport) for x in self.effects):
-            self.set(sequence=self.state.sequence + 1)
-            self.effects.append(SendReport())
-
-
 def step(state: ReplicaState, event: Any, now: float) -> tuple[ReplicaState, list[Effect], str]:
     """Take one event. An event about another update than the one being taken changes nothing."""
-    tx = _Tx(state, now)
+    tx = Tx(state, now)
     update_id = getattr(event, "update_id", "")
     t = state.taking
     if update_id and (t is None or t.want.update_id != update_id):
@@ -331,44 +90,7 @@ def step(state: ReplicaState, event: Any, now: float) -> tuple[ReplicaState, lis
     return tx.state, tx.effects, tx.reason
 
 
-def fenced(state: ReplicaState) -> bool:
-    """Whether generation must stand still."""
-    return bool(state.paused or state.pausing or state.dirty or state.asleep)
-
-
-def report_of(state: ReplicaState, bytes_received: int = 0, running_requests: int = 0) -> Report:
-    """The report that describes ``state``."""
-    t = state.taking
-    holders = state.paused | state.resuming | ({"dirty"} if state.dirty else set())
-    holders |= {"sleep"} if state.asleep else set()
-    return Report(
-        replica_id=state.replica_id,
-        incarnation=state.incarnation,
-        sequence=state.sequence,
-        held=state.held or (NONE_HELD,) * state.workers,
-        epoch=state.epoch,
-        dirty=state.dirty,
-        dirty_reason=state.dirty_reason,
-        update_id=t.want.update_id if t is not None else "",
-        stage=t.stage if t is not None else Stage.NONE,
-        armed_seq=t.armed_seq if t is not None else 0,
-        bytes_received=bytes_received,
-        failure=t.failure if t is not None else None,
-        timings=t.timings if t is not None else Timings(),
-        pause_holders=tuple(sorted(holders)),
-        updates_since_start=state.updates_since_start,
-        leaving=state.leaving,
-        running_requests=running_requests,
-        asleep=state.asleep,
-        sleep_order=state.sleep_done,
-        sleep_failure=state.sleep_failure,
-    )
-
-
-# --- desired state --------------------------------------------------------------------------------------------------
-
-
-def _desired(tx: _Tx, e: Desired) -> None:
+def _desired(tx: Tx, e: Desired) -> None:
     s, d = tx.state, e.desired
     if d.incarnation != s.incarnation:
         tx.reason = f"meant for incarnation {d.incarnation}"
@@ -392,7 +114,7 @@ def _desired(tx: _Tx, e: Desired) -> None:
         _take(tx, d.update, tx.now)
 
 
-def _next(tx: _Tx) -> None:
+def _next(tx: Tx) -> None:
     """The update we were in is over: take up the one that was asked for meanwhile. Nobody asks twice."""
     s = tx.state
     want = s.newest.update if s.newest is not None else None
@@ -400,7 +122,7 @@ def _next(tx: _Tx) -> None:
         _take(tx, want, s.newest_at)
 
 
-def _other_update(tx: _Tx, t: Taking, outcome: str) -> None:
+def _other_update(tx: Tx, t: Taking, outcome: str) -> None:
     """The desired state does not name the update we are in: without a vote we drop it, with one we wait to be told."""
     if outcome == "COMMIT" and t.voted:
         _commit(tx)
@@ -411,7 +133,7 @@ def _other_update(tx: _Tx, t: Taking, outcome: str) -> None:
         tx.report(f"in doubt about {t.want.update_id}")
 
 
-def _take(tx: _Tx, want: DesiredUpdate, since: float) -> None:
+def _take(tx: Tx, want: DesiredUpdate, since: float) -> None:
     t = tx.state.taking
     if t is None or t.want.update_id != want.update_id:
         if want.decision == "COMMIT":
@@ -440,7 +162,7 @@ def _take(tx: _Tx, want: DesiredUpdate, since: float) -> None:
         _advance(tx)
 
 
-def _obey_sleep(tx: _Tx) -> None:
+def _obey_sleep(tx: Tx) -> None:
     """Begin the newest order to sleep or to wake, once no update is being taken. Each is carried out once."""
     s, t = tx.state, tx.state.taking
     order = s.newest.sleep if s.newest is not None else None
@@ -451,7 +173,7 @@ def _obey_sleep(tx: _Tx) -> None:
     tx.reason = f"obeying order {order.order}: asleep {order.asleep}"
 
 
-def _commit(tx: _Tx) -> None:
+def _commit(tx: Tx) -> None:
     t = tx.state.taking
     assert t is not None
     if not t.voted or t.dropping:
@@ -464,7 +186,7 @@ def _commit(tx: _Tx) -> None:
     _advance(tx)
 
 
-def _advance(tx: _Tx) -> None:
+def _advance(tx: Tx) -> None:
     """Start the next operation that the desired state and our stage allow."""
     t = tx.state.taking
     if t is None or t.over or t.dropping or t.busy:
@@ -495,7 +217,7 @@ def _advance(tx: _Tx) -> None:
             tx.effects.append(Prepare(t.want.update_id))
 
 
-def _ready_paused(tx: _Tx, mode: PauseMode) -> bool:
+def _ready_paused(tx: Tx, mode: PauseMode) -> bool:
     """Whether generation stands still for the update; asks for it otherwise."""
     t = tx.state.taking
     assert t is not None
@@ -506,7 +228,7 @@ def _ready_paused(tx: _Tx, mode: PauseMode) -> bool:
     return "update" in tx.state.paused
 
 
-def _drop(tx: _Tx, failure: Failure, decision: str) -> None:
+def _drop(tx: Tx, failure: Failure, decision: str) -> None:
     t = tx.state.taking
     assert t is not None
     if t.dropping or t.over:
@@ -517,7 +239,7 @@ def _drop(tx: _Tx, failure: Failure, decision: str) -> None:
     tx.reason = f"dropping {t.want.update_id}: {failure}"
 
 
-def _settle_pauses(tx: _Tx) -> None:
+def _settle_pauses(tx: Tx) -> None:
     """Bring each holder's pause in line with who wants one: the coordinator's holders, the update, the dirty fence.
 
     A holder's pause and resume never overlap, so that the end of an old one cannot be taken for that of a new one. The
@@ -545,7 +267,7 @@ def _settle_pauses(tx: _Tx) -> None:
 # --- the agent's own events -----------------------------------------------------------------------------------------
 
 
-def _checked(tx: _Tx, e: Checked) -> None:
+def _checked(tx: Tx, e: Checked) -> None:
     t = tx.state.taking
     assert t is not None
     tx.take(busy="")
@@ -557,7 +279,7 @@ def _checked(tx: _Tx, e: Checked) -> None:
     _advance(tx)
 
 
-def _armed(tx: _Tx, e: Armed) -> None:
+def _armed(tx: Tx, e: Armed) -> None:
     t = tx.state.taking
     assert t is not None
     if t.dropping or t.over:
@@ -567,7 +289,7 @@ def _armed(tx: _Tx, e: Armed) -> None:
     tx.report(f"armed for call {e.seq}")
 
 
-def _received(tx: _Tx, e: Received) -> None:
+def _received(tx: Tx, e: Received) -> None:
     t = tx.state.taking
     assert t is not None
     tx.take(busy="")
@@ -579,7 +301,7 @@ def _received(tx: _Tx, e: Received) -> None:
     _advance(tx)
 
 
-def _prepared(tx: _Tx, e: Prepared) -> None:
+def _prepared(tx: Tx, e: Prepared) -> None:
     t = tx.state.taking
     assert t is not None
     tx.take(busy="", timings=e.timings)
@@ -591,7 +313,7 @@ def _prepared(tx: _Tx, e: Prepared) -> None:
     _advance(tx)
 
 
-def _applied(tx: _Tx, e: Applied) -> None:
+def _applied(tx: Tx, e: Applied) -> None:
     t = tx.state.taking
     assert t is not None
     tx.take(busy="", timings=e.timings)
@@ -610,7 +332,7 @@ def _applied(tx: _Tx, e: Applied) -> None:
     _next(tx)
 
 
-def _failed(tx: _Tx, e: Failed) -> None:
+def _failed(tx: Tx, e: Failed) -> None:
     t = tx.state.taking
     assert t is not None
     tx.take(busy="")
@@ -633,7 +355,7 @@ def _failed(tx: _Tx, e: Failed) -> None:
         _drop(tx, e.failure, "")
 
 
-def _drained(tx: _Tx, e: Drained) -> None:
+def _drained(tx: Tx, e: Drained) -> None:
     t = tx.state.taking
     assert t is not None
     if not t.dropping:
@@ -648,12 +370,12 @@ def _drained(tx: _Tx, e: Drained) -> None:
     _next(tx)
 
 
-def _soil(tx: _Tx, failure: Failure) -> None:
+def _soil(tx: Tx, failure: Failure) -> None:
     tx.set(dirty=True, dirty_reason=tx.state.dirty_reason or failure)
     _settle_pauses(tx)
 
 
-def _paused(tx: _Tx, e: Paused) -> None:
+def _paused(tx: Tx, e: Paused) -> None:
     s = tx.state
     if e.holder not in s.pausing:
         tx.reason = f"a pause by {e.holder} that is no longer wanted"
@@ -664,7 +386,7 @@ def _paused(tx: _Tx, e: Paused) -> None:
     _advance(tx)
 
 
-def _resumed(tx: _Tx, e: Resumed) -> None:
+def _resumed(tx: Tx, e: Resumed) -> None:
     s = tx.state
     if e.holder not in s.resuming:
         tx.reason = f"a resume of {e.holder} that nobody waits for"
@@ -674,7 +396,7 @@ def _resumed(tx: _Tx, e: Resumed) -> None:
     _settle_pauses(tx)
 
 
-def _engine_held(tx: _Tx, e: EngineHeld) -> None:
+def _engine_held(tx: Tx, e: EngineHeld) -> None:
     t = tx.state.taking
     writing = t is not None and not t.over and t.want.mode is Mode.IN_PLACE and "update" in tx.state.paused
     tx.set(held=e.held)
@@ -684,7 +406,7 @@ def _engine_held(tx: _Tx, e: EngineHeld) -> None:
     tx.report("held versions read from the workers")
 
 
-def _sleep_done(tx: _Tx, e: SleepDone) -> None:
+def _sleep_done(tx: Tx, e: SleepDone) -> None:
     tx.set(asleep=e.asleep, held=e.held)
     if e.order == tx.state.sleep_begun:  # else another cluster's, whose numbers mean nothing any more
         tx.set(sleep_done=e.order, sleep_failure=e.failure)
@@ -693,7 +415,20 @@ def _sleep_done(tx: _Tx, e: SleepDone) -> None:
     tx.report(f"order {e.order} to sleep: {e.failure or 'done'}; asleep {e.asleep}")
 
 
-def _tick(tx: _Tx, e: Tick) -> None:
+def _kept(tx: Tx, e: Kept) -> None:
+    if tx.state.retained == e.retained:
+        tx.reason = "kept as before"
+        return
+    tx.set(retained=e.retained)
+    tx.report(f"retains version {e.retained.held.version}" if e.retained is not None else "retains nothing")
+
+
+def _serve_failed(tx: Tx, e: ServeFailed) -> None:
+    tx.set(serve_failures=(*tx.state.serve_failures, (e.catch_up_id, e.failure))[-8:])
+    tx.report(f"cannot send in catch-up {e.catch_up_id}: {e.failure}")
+
+
+def _tick(tx: Tx, e: Tick) -> None:
     t = tx.state.taking
     if t is None or t.over or t.voted or t.dropping or tx.now < t.deadline:
         return
@@ -705,7 +440,7 @@ def _tick(tx: _Tx, e: Tick) -> None:
 #: The operation that each of these ends (arming ends twice: armed, then received).
 _ENDS: dict[type[Any], str] = {Checked: "check", Armed: "arm", Received: "arm", Prepared: "prepare", Applied: "apply"}
 
-_HANDLERS: dict[type[Any], Callable[[_Tx, Any], None]] = {
+_HANDLERS: dict[type[Any], Callable[[Tx, Any], None]] = {
     Desired: _desired,
     Checked: _checked,
     Armed: _armed,
@@ -718,5 +453,7 @@ _HANDLERS: dict[type[Any], Callable[[_Tx, Any], None]] = {
     Resumed: _resumed,
     EngineHeld: _engine_held,
     SleepDone: _sleep_done,
+    Kept: _kept,
+    ServeFailed: _serve_failed,
     Tick: _tick,
 }

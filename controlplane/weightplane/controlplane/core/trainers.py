@@ -72,6 +72,9 @@ def init(tx: Tx, e: InitTransfer) -> None:
         session=old.session if old else 0,
         watches=old.watches if old else 0,
         lease_until=max(old.lease_until if old else 0.0, tx.now + 2 * tx.state.config.ttl_s),
+        retained=old.retained if old else None,
+        serve_host=old.serve_host if old else "",
+        serve_offers=old.serve_offers if old else (),
     )
     waiters = (*(w for w in t.waiters if w.rank != e.rank), Waiter(e.call_id, "init", e.rank, deadline=e.deadline))
     for stale in t.waiters:
@@ -108,13 +111,20 @@ def _init_refusal(tx: Tx, e: InitTransfer) -> Failure | None:
             return Failure(Reason.UPDATE_IN_PROGRESS, message)
         return None
     if t is not None and holder_lives(tx) and not e.takeover:
-        left = max((r.lease_until - tx.now for r in t.ranks.values()), default=0.0)
         message = (
-            f"trainer {t.trainer_id!r} (generation {t.generation}) holds group {tx.state.group!r}; its lease lives for "
-            f"another {max(left, 0.0):.1f} s unless renewed. Wait for its end, close it, or ask with takeover"
+            f"trainer {t.trainer_id!r} (generation {t.generation}) holds group {tx.state.group!r}: {_why_held(tx, t)}. "
+            "End that trainer and call again, or fence it with InitTransfer.takeover if it is no longer wanted"
         )
         return Failure(Reason.TRAINER_HELD, message)
     return None
+
+
+def _why_held(tx: Tx, t: Trainer) -> str:
+    """Why its lease lives, and for how long if nothing renews it."""
+    if any(r.watches > 0 and rank_lives(r, tx.now) for r in t.ranks.values()):
+        return "it is connected, and holds it for as long as it stays so"
+    ends = max((r.lease_until for r in t.ranks.values()), default=tx.state.epoch_began + 2 * tx.state.config.ttl_s)
+    return f"its lease ends in {max(ends - tx.now, 0.0):.1f} s unless it is heard of before"
 
 
 def _grant(tx: Tx, e: InitTransfer) -> Trainer:

@@ -16,11 +16,19 @@ from functools import cached_property
 
 from .manifest import DTYPE_BYTES, Manifest
 from .model import Evidence, Verify
-from .placement import box_text
+from .placement import Box, box_text
 from .plan import Plan
 from .reasons import Failure, Reason
 
-__all__ = ["PlanIndex", "WorkerReceipt", "compare", "expected_table", "sampled_regions"]
+__all__ = [
+    "PlanIndex",
+    "WorkerReceipt",
+    "compare",
+    "compare_known",
+    "expected_table",
+    "known_digests",
+    "sampled_regions",
+]
 
 _MASK = (1 << 64) - 1
 
@@ -145,6 +153,20 @@ def compare(
     receipts: Mapping[str, WorkerReceipt],
 ) -> tuple[Evidence, Failure | None]:
     """The weakest evidence of these workers, and what is wrong if anything is. ``table``: see ``expected_table``."""
+    sample = frozenset(sampled_regions(update_id, len(table))) if verify is Verify.SAMPLED else None
+    if verify is Verify.OFF:
+        sample = frozenset()
+    return _compared(index, sample, table, members, receipts)
+
+
+def _compared(
+    index: PlanIndex,
+    sample: frozenset[int] | None,
+    table: array[int],
+    members: Sequence[str],
+    receipts: Mapping[str, WorkerReceipt],
+) -> tuple[Evidence, Failure | None]:
+    """``sample``: the regions to look at; ``None``: all."""
     weakest = Evidence.LIVE
     for member in members:
         receipt = receipts.get(member)
@@ -153,14 +175,53 @@ def compare(
             return Evidence.NONE, failure
         assert receipt is not None
         weakest = min(weakest, receipt.evidence)
-    if verify is Verify.OFF:
+    if sample is not None and not sample:
         return weakest, None
-    sample = frozenset(sampled_regions(update_id, len(table))) if verify is Verify.SAMPLED else None
     for member in members:
         failure = _digests(index, member, table, receipts[member].digests, sample)
         if failure is not None:
             return Evidence.NONE, failure
     return weakest, None
+
+
+def known_digests(index: PlanIndex, update_id: str, verify: Verify, table: array[int]) -> dict[tuple[int, Box], int]:
+    """What an update's expected digests say of the manifest: by root tensor and box. None where nothing was hashed."""
+    regions = index.plan.regions
+    if verify is Verify.OFF:
+        return {}
+    which = sampled_regions(update_id, len(table)) if verify is Verify.SAMPLED else range(len(table))
+    return {(regions[i].tensor, regions[i].box): table[i] for i in which}
+
+
+def compare_known(
+    index: PlanIndex,
+    known: Mapping[tuple[int, Box], int],
+    every: bool,
+    members: Sequence[str],
+    receipts: Mapping[str, WorkerReceipt],
+) -> tuple[Evidence, Failure | None]:
+    """A catch-up's receipts against what the trainer said of the committed version (``known_digests``).
+
+    ``every``: each region must be known (the version was committed under FULL); else those that are must be equal, and
+    there must be some.
+    """
+    table, sample, missing = array("Q", bytes(8 * len(index.plan.regions))), set(), []
+    for i, r in enumerate(index.plan.regions):
+        digest = known.get((r.tensor, r.box))
+        if digest is None:
+            missing.append(r)
+        else:
+            table[i] = digest
+            sample.add(i)
+    if (every and missing) or not sample:
+        name = index.manifest.tensors[missing[0].tensor].name if missing else ""
+        where = f"{name!r}, box {box_text(missing[0].box)}" if missing else "any tensor"
+        message = (
+            f"the trainer gave no digest of {where}: of {len(missing)} piece(s) of this layout nothing proves what was "
+            "committed. The next full update takes the replica along"
+        )
+        return Evidence.NONE, Failure(Reason.DIGESTS_REQUIRED, message)
+    return _compared(index, None if not missing else frozenset(sample), table, members, receipts)
 
 
 def _counts(index: PlanIndex, member: str, receipt: WorkerReceipt | None) -> Failure | None:

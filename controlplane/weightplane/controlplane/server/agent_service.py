@@ -11,20 +11,17 @@ from typing import Any
 import grpc
 
 from weightplane.controlplane.core.events import Leave, RankHello, WorkerPlacement
-from weightplane.controlplane.core.model import Phase, Verify
-from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.reasons import Reason
 from weightplane.v1 import agent_pb2, agent_pb2_grpc
 
-from . import bindings, convert, fields, pages
-from .artifacts import Receipt
+from . import bindings, convert, fields, pages, receipts
 from .calls import CALLER, Undecodable
 from .coordinator import Coordinator
-from .enums import EVIDENCE
 from .fields import between, invalid, refuse
+from .identities import Role
+from .pacing import Pace
 from .runtime import Group
-from .security import Role
 from .sessions import Session
-from .uploads import Pages
 from .watch import paced
 
 __all__ = ["MAX_MESSAGE", "AgentService"]
@@ -33,6 +30,7 @@ log = logging.getLogger("weightplane.controlplane")
 
 #: A session's messages are small: what is large travels by id.
 MAX_MESSAGE = 64 << 10
+_MESSAGES_S, _MESSAGES = 200.0, 1000  # of a session: messages a second, and in a burst; the sender of more is held back
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -59,7 +57,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             serve = [_beats(group, hello, context)]
         elif hello.HasField("trainer"):
             session = await _open_rank(group, hello)
-            serve = [_beats(group, hello, context), _tell_rank(group, hello, session, context)]
+            serve = [_beats(group, hello, context, reports=True), _tell_rank(group, hello, session, context)]
         else:
             session = _open_replica(group, hello)
             serve = [_reports(group, hello, session, context), _tell_replica(group, hello, session, context)]
@@ -91,7 +89,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     ) -> agent_pb2.PutWorkerPlacementResponse:
         """A page of what one worker holds of a manifest."""
         group = self._group(request.group)
-        worker = _worker_of(group, request.replica_id, request.incarnation, request.placement.member)
+        worker = receipts.worker_of(group, request.replica_id, request.incarnation, request.placement.member)
         placement_id = await group.artifacts.put_placement(
             request.manifest_id, request.placement.member, request.placement, request.first, request.total
         )
@@ -103,30 +101,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     async def PutReceipt(self, request: agent_pb2.PutReceiptRequest, context: _Context) -> agent_pb2.PutReceiptResponse:
         """A page of what one worker received and applied."""
-        group, r = self._group(request.group), request.receipt
+        group = self._group(request.group)
         if request.epoch != group.state.epoch:
             refuse(Reason.WRONG_PHASE, f"epoch: expected {group.state.epoch}, found {request.epoch}: resync first")
-        worker = _worker_of(group, request.replica_id, request.incarnation, r.member)
-        u = group.find(r.update_id)
-        part = u.parts.get(request.replica_id) if u is not None else None
-        if u is None or part is None or part.incarnation != request.incarnation:
-            message = f"replica {request.replica_id} takes no part in an update {r.update_id!r}"
-            refuse(Reason.UNKNOWN_UPDATE, message, request.replica_id)
-        if u.closed or u.phase not in (Phase.PREPARING, Phase.TRANSFERRING, Phase.VERIFYING):
-            failure = u.failure or Failure(Reason.WRONG_PHASE, f"update {u.update_id} is {u.phase}: no receipt counts")
-            raise group.refusal(failure, u.update_id)
-        plan = u.plans.get(part.channels[worker]) if worker < len(part.channels) else None
-        if plan is None or plan.plan_id != r.plan_id:
-            invalid("receipt.plan_id", plan.plan_id if plan is not None else "a plan that is made", r.plan_id)
-        receipt = Receipt(
-            r.plan_id,
-            EVIDENCE.core("receipt.evidence", r.evidence),
-            between("receipt.bytes_received", r.bytes_received, 0, 1 << 62),
-            between("receipt.elements_written", r.elements_written, 0, 1 << 62),
-            Pages(between("receipt.total", r.total, 0, 1 << 30)),
-        )
-        off = u.options.verify is Verify.OFF
-        complete = group.artifacts.put_receipt(u.update_id, r.member, receipt, r.first, r.digests, off)
+        complete = receipts.take(group, request.replica_id, request.incarnation, request.receipt)
         return agent_pb2.PutReceiptResponse(complete=complete)
 
     def _group(self, name: str) -> Group:
@@ -143,6 +121,7 @@ def _hello(first: agent_pb2.SessionRequest) -> agent_pb2.Hello:
         invalid("message", "hello first", kind or "nothing")
     hello = first.hello
     fields.name("hello.group", hello.group)
+    CALLER.get().enter(hello.group, "Session")
     fields.name("hello.agent_id", hello.agent_id)
     fields.text("hello.incarnation", hello.incarnation, 128)
     fields.text("hello.software", hello.software, 256, empty=True)
@@ -252,15 +231,19 @@ async def _read(context: _Context) -> agent_pb2.SessionRequest | None:
     return message
 
 
-async def _beats(group: Group, hello: agent_pb2.Hello, context: _Context) -> None:
-    """Heartbeats alone."""
-    newest = 0
+async def _beats(group: Group, hello: agent_pb2.Hello, context: _Context, reports: bool = False) -> None:
+    """Heartbeats; with ``reports``, on a trainer rank's control stream, what the rank retains too."""
+    newest, pace = 0, Pace(_MESSAGES_S, _MESSAGES)
     while (message := await _read(context)) is not None:
+        await pace.turn()
         kind = message.WhichOneof("message")
         if kind == "goodbye":
             return
+        if kind == "trainer" and reports:
+            group.submit(convert.rank_report(hello, message.trainer))
+            continue
         if kind != "heartbeat":
-            invalid("message", "heartbeat or goodbye", kind or "nothing")
+            invalid("message", f"{'trainer, ' if reports else ''}heartbeat or goodbye", kind or "nothing")
         newest = _beat(group, hello, message.heartbeat, newest)
 
 
@@ -274,15 +257,18 @@ def _beat(group: Group, hello: agent_pb2.Hello, beat: agent_pb2.Heartbeat, newes
 
 async def _reports(group: Group, hello: agent_pb2.Hello, session: Session, context: _Context) -> None:
     """What a replica says on its control stream."""
-    newest = 0
+    newest, pace = 0, Pace(_MESSAGES_S, _MESSAGES)
     while (message := await _read(context)) is not None:
+        await pace.turn()
         kind = message.WhichOneof("message")
         if kind == "report":
             sent = session.revision
             if message.report.desired_revision > sent:
                 expected = f"at most {sent}, the newest sent on this session"
                 invalid("report.desired_revision", expected, message.report.desired_revision)
-            group.submit(convert.report(hello, message.report, group.state.epoch))
+            report = convert.report(hello, message.report, group.state.epoch)
+            receipts.take_with_vote(group, report, message.report.receipts)
+            group.submit(report)
         elif kind == "heartbeat":
             newest = _beat(group, hello, message.heartbeat, newest)
         elif kind == "goodbye":
@@ -317,16 +303,3 @@ async def _tell_rank(group: Group, hello: agent_pb2.Hello, session: Session, con
         session.revision += 1
         message = bindings.desired_trainer(group.state, hello.trainer.generation, session.revision, group.now())
         await context.write(agent_pb2.SessionResponse(trainer=message))
-
-
-def _worker_of(group: Group, replica_id: str, incarnation: str, member: str) -> int:
-    """The index of the worker that ``member`` names; refuses a stale life."""
-    r = group.replica(replica_id)
-    if r.incarnation != incarnation:
-        message = f"replica {replica_id}: expected incarnation {r.incarnation!r}, found {incarnation!r}, which is over"
-        refuse(Reason.MEMBER_RESTARTED, message, replica_id)
-    for w in r.workers:
-        if member == f"{replica_id}/{w.index}":
-            return w.index
-    expected = f"'{replica_id}/0' .. '{replica_id}/{len(r.workers) - 1}'"
-    invalid("member", expected, member)

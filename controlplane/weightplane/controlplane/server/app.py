@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 
 from weightplane.controlplane.core.model import Config
 from weightplane.controlplane.dial import check_port
 from weightplane.controlplane.store.base import Store
-from weightplane.v1 import agent_pb2_grpc, fleet_pb2_grpc, weight_transfer_pb2_grpc
+from weightplane.v1 import (
+    agent_pb2,
+    agent_pb2_grpc,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    weight_transfer_pb2,
+    weight_transfer_pb2_grpc,
+)
 
 from .agent_service import AgentService
 from .artifacts import Limits
 from .calls import Guard
 from .coordinator import Coordinator
 from .fleet_service import FleetService
-from .security import Authoriser, Security
+from .health import Health
+from .probes import Probes
+from .security import Authoriser, Security, is_loopback
 from .transfer_service import TransferService
+
+if TYPE_CHECKING:
+    from .gateway_listener import Listener
 
 __all__ = ["CLIENT_OPTIONS", "SERVER_OPTIONS", "Running", "ServerConfig", "serve", "tune_collector"]
 
 log = logging.getLogger("weightplane.controlplane")
 
 _MIB = 1 << 20
+_LOOK_S = 1.0
 
 #: Both sides ping idle connections, and the server forgives pings at any rate (a client that pings more often than a
 #: server allows is sent away with GOAWAY too_many_pings in the middle of a long call).
@@ -40,6 +56,7 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 8192),  # of one connection
 )
 #: For our own clients: what fits the server above.
 CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
@@ -66,13 +83,20 @@ def tune_collector() -> None:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What a server needs. Port 0 takes a free one; ``Running.address`` names it."""
+    """What a server needs. Port 0 takes a free one; ``Running.address`` names it.
+
+    ``calls``: how many it serves at once, open streams among them (two for each replica); more are refused.
+    ``probes``: host:port for HTTP (``probes``); ``gateway``: for the contract as JSON (``gateway``); empty: none.
+    """
 
     store: Store
     address: str = "127.0.0.1:0"
     core: Config = field(default_factory=Config)
     limits: Limits = field(default_factory=Limits)
     security: Security = field(default_factory=Security)
+    calls: int = 32_768
+    probes: str = ""
+    gateway: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,28 +107,49 @@ class Running:
     coordinator: Coordinator
     stop: Callable[[], Awaitable[None]]
     wait: Callable[[], Awaitable[object]]
+    probes: str = ""  # HTTP, host:port
+    gateway: str = ""  # the same
 
 
 async def serve(config: ServerConfig) -> Running:
-    """Lead and serve. Raises ``ValueError`` for an unprotected address or an odd port, and what the store raises."""
-    check_port(config.address, 0)
-    config.security.check(config.address)
+    """Lead and serve. Raises ``ValueError`` for an unprotected address, an odd port or faulty certificates or tokens,
+    what the store raises, ``OSError`` if a port for HTTP is taken, and ``ModuleNotFoundError`` for a gateway without
+    weightplane[gateway]."""
+    for address in filter(None, (config.address, config.probes, config.gateway)):
+        check_port(address, 0)
+        config.security.check(address)
+    authoriser = Authoriser(config.security)
+    guard = Guard(authoriser)
+    credentials = config.security.tls.credentials() if config.security.tls is not None else None
     coordinator = Coordinator(config.store, config.core, config.limits)
-    server = grpc.aio.server(
-        interceptors=[Guard(Authoriser(config.security))], options=SERVER_OPTIONS, maximum_concurrent_rpcs=None
-    )
-    weight_transfer_pb2_grpc.add_WeightTransferServiceServicer_to_server(TransferService(coordinator), server)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(coordinator), server)
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator), server)
-    if config.security.tls is not None:
-        port = server.add_secure_port(config.address, config.security.tls.credentials())
+    server = grpc.aio.server(interceptors=[guard], options=SERVER_OPTIONS, maximum_concurrent_rpcs=config.calls)
+    transfer, fleet, agents = TransferService(coordinator), FleetService(coordinator), AgentService(coordinator)
+    weight_transfer_pb2_grpc.add_WeightTransferServiceServicer_to_server(transfer, server)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
+    gateway = _gateway(config, guard, authoriser, transfer, fleet, agents) if config.gateway else None
+    if credentials is not None:
+        port = server.add_secure_port(config.address, credentials)
     else:
         port = server.add_insecure_port(config.address)
+    coordinator.on_leading = Health(server).leading
     await coordinator.start()
+    probes: Probes | None = None
+    try:
+        if config.probes:
+            probes = Probes(coordinator, config.probes, authoriser, config.security.tls)
+        if gateway is not None:
+            await gateway.start()
+    except BaseException:
+        if probes is not None:
+            await asyncio.to_thread(probes.close)
+        await coordinator.stop()
+        raise
     await server.start()
     host = config.address.rpartition(":")[0]
     address = config.address if config.address.startswith("unix:") else f"{host}:{port}"
     log.info("serving on %s", address)
+    looking = asyncio.create_task(_look(guard))
     stopped = False
 
     async def stop() -> None:
@@ -112,7 +157,48 @@ async def serve(config: ServerConfig) -> Running:
         if stopped:
             return
         stopped = True
+        if probes is not None:
+            await asyncio.to_thread(probes.close)
+        if gateway is not None:
+            await gateway.close()
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking
         await coordinator.stop()
         await server.stop(1.0)
 
-    return Running(address, coordinator, stop, server.wait_for_termination)
+    where = probes.address if probes is not None else ""
+    http = gateway.address if gateway is not None else ""
+    return Running(address, coordinator, stop, server.wait_for_termination, where, http)
+
+
+def _gateway(
+    config: ServerConfig,
+    guard: Guard,
+    authoriser: Authoriser,
+    transfer: TransferService,
+    fleet: FleetService,
+    agents: AgentService,
+) -> Listener:
+    """HTTP and JSON for the same servicers. Raises ``ModuleNotFoundError`` without weightplane[gateway]."""
+    from .gateway import Gateway
+    from .gateway_listener import Listener
+
+    services = (
+        (weight_transfer_pb2.DESCRIPTOR.services_by_name["WeightTransferService"], transfer),
+        (fleet_pb2.DESCRIPTOR.services_by_name["FleetService"], fleet),
+        (agent_pb2.DESCRIPTOR.services_by_name["AgentService"], agents),
+    )
+    loopback_only = not config.security.identifies and is_loopback(config.gateway)
+    app = Gateway(guard, authoriser, services, loopback_only).app
+    return Listener(app, config.gateway, config.security.tls)
+
+
+async def _look(guard: Guard) -> None:
+    """Notice who may no longer call."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        try:
+            guard.withdraw()
+        except Exception:
+            log.exception("who may call could not be looked at")

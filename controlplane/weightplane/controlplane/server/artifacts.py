@@ -1,26 +1,38 @@
-"""What a group's calls exchange by id: manifests, placements, plans, digests, receipts. Bounded; in memory only.
+"""What a group's calls exchange by id: manifests, placements, plans, digests, receipts. Bounded; in memory.
 
 Built from pages; big work (decoding, validating, planning, comparing) runs in a worker thread, so that the loop, and
-with it every lease, goes on. After a restart members send again what they are told is unknown.
+with it every lease, goes on. What proves the committed version is stored with its decision (``kept``) and comes back
+after a restart (``recalled``); the rest members send again, once they are told that it is unknown.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from weightplane.controlplane.core import kept as proofs
 from weightplane.controlplane.core.events import Compare, MakePlan
+from weightplane.controlplane.core.kept import Kept
 from weightplane.controlplane.core.manifest import Manifest, ManifestError, TensorMeta
-from weightplane.controlplane.core.model import Evidence, PlanSummary, Verify
+from weightplane.controlplane.core.model import Evidence, PlanSummary, Update, Verify
 from weightplane.controlplane.core.placement import Box, Piece, Placement, full_placement, placement_problems
 from weightplane.controlplane.core.plan import PlanError
 from weightplane.controlplane.core.planner import make_plan
+from weightplane.controlplane.core.progress import live_channels
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.controlplane.core.verify import PlanIndex, WorkerReceipt, compare, expected_table
+from weightplane.controlplane.core.verify import (
+    PlanIndex,
+    WorkerReceipt,
+    compare,
+    compare_known,
+    expected_table,
+    known_digests,
+)
 from weightplane.v1 import tensor_pb2
 
 from . import convert
@@ -29,8 +41,12 @@ from .uploads import Lru, Pages
 
 __all__ = ["Artifacts", "Limits", "Receipt"]
 
+log = logging.getLogger("weightplane.controlplane")
+
 #: Entries (tensors, pieces, regions) that are worked on at once, without a thread: well under a millisecond.
 _SMALL = 256
+#: Catch-ups whose receipts are kept at once: more than are ever under way.
+_CATCH_UPS = 256
 
 V = TypeVar("V")
 
@@ -83,9 +99,12 @@ class OfUpdate:
 
 
 class Artifacts:
-    """One group's artifacts. Its methods run on the event loop; ``pinned`` names what live state refers to."""
+    """One group's artifacts. Its methods run on the event loop; ``pinned`` names what live state refers to,
+    ``committed`` the update whose digests are kept for catch-ups."""
 
-    def __init__(self, executor: Executor, limits: Limits, pinned: Callable[[], set[str]]) -> None:
+    def __init__(
+        self, executor: Executor, limits: Limits, pinned: Callable[[], set[str]], committed: Callable[[], str]
+    ) -> None:
         self.executor = executor
         self.limits = limits
         self.manifests: Lru[Manifest] = Lru(limits.manifests, pinned)
@@ -96,6 +115,11 @@ class Artifacts:
         self._uploads: Lru[Pages[Any]] = Lru(limits.uploads)
         self.plan_pages: Lru[asyncio.Future[list[tensor_pb2.PlanPage]]] = Lru(limits.plans, pinned)
         self.update = OfUpdate("")
+        self._committed = committed
+        self._kept = OfUpdate("")  # of the committed update, once another is open
+        self._recalled: Kept | None = None  # of the committed update, if it was committed before a restart of ours
+        self._bodies: Lru[tuple[str, bytes]] = Lru(limits.manifests + limits.plans, pinned)  # see core.kept
+        self._catch_ups: Lru[OfUpdate] = Lru(_CATCH_UPS)
 
     async def _work(self, size: int, work: Callable[..., V], *args: Any) -> V:
         """Do it here if it is small (a switch of threads costs more), else in a worker thread."""
@@ -203,7 +227,20 @@ class Artifacts:
             self._plan_of.put(key, index.plan.id)
             self._plans.put(index.plan.id, index)
         plan = index.plan
+        if not is_catch_up(e.update_id):
+            await self._make_bodies(index)
         return PlanSummary(plan.id, len(plan.buckets), plan.nbytes, index.bytes_for)
+
+    async def _make_bodies(self, index: PlanIndex) -> None:
+        """What is stored of the manifest and of a plan with every decision that uses them: made here, where there is
+        time, and once."""
+        for key, make, what in (
+            (index.manifest.id, proofs.manifest_body, index.manifest),
+            (index.plan.id, proofs.regions_body, index.plan),
+        ):
+            if self._bodies.get(key) is None:
+                size = len(index.manifest) + len(index.plan.regions)
+                self._bodies.put(key, await self._work(size, make, what))
 
     def _buckets(self, manifest: Manifest, bucket_bytes: int) -> int:
         """About how many buckets a plan will have; refuses what would keep the server busy for minutes."""
@@ -240,10 +277,74 @@ class Artifacts:
     # --- digests and receipts of the open update ---
 
     def of(self, update_id: str) -> OfUpdate:
-        """What is kept for the open update; what was kept for another is dropped."""
+        """What is kept for the open update, or for a catch-up. What was kept for another update is dropped, but for the
+        digests of the committed one."""
+        if is_catch_up(update_id):
+            found = self._catch_ups.get(update_id)
+            if found is None:
+                found = OfUpdate(update_id)
+                self._catch_ups.put(update_id, found)
+            return found
         if self.update.update_id != update_id:
+            if self.update.update_id and self.update.update_id == self._committed():
+                self._kept = replace(self.update, receipts={})
             self.update = OfUpdate(update_id)
+            if self._recalled is not None and self._recalled.update_id != self._committed():
+                self._recalled = None
         return self.update
+
+    # --- what outlives us ---
+
+    def recall(self, manifest: Manifest, kept: Kept) -> None:
+        """After a restart: what proves the committed version, as it was stored with its decision."""
+        self.manifests.put(manifest.id, manifest)
+        self._recalled = kept
+
+    def kept(self, u: Update) -> Kept | None:
+        """What is to be stored with the decision of the open update; ``None`` if that cannot be: it is decided all the
+        same, and nobody is caught up to it after a restart."""
+        of, plans = self.update, dict.fromkeys(u.plans[c].plan_id for c in live_channels(u))
+        bodies = {key: self._bodies.get(key) for key in (u.options.manifest_id, *plans)}
+        tables = {p: self._table(of, self.plan(p)) for p in plans} if u.options.verify is not Verify.OFF else {}
+        digests: list[tuple[str, bytes]] = []
+        for plan_id, table in tables.items():
+            body = bodies[plan_id]
+            if body is not None and not isinstance(table, Failure):
+                digests.append((body[0], proofs.pack(table)))
+        there = dict(body for body in bodies.values() if body is not None)
+        made = Kept(u.update_id, u.options.manifest_id, u.options.verify.value, tuple(digests), there)
+        why = ""
+        if of.update_id != u.update_id or len(digests) < len(tables) or None in bodies.values():
+            why = "they are gone from memory"
+        elif made.nbytes > proofs.MOST_BYTES:
+            why = f"they take {made.nbytes} bytes, and {proofs.MOST_BYTES} are allowed"
+        if why:
+            text = "update %s: its digests are not stored: %s. After a restart nobody is caught up to it"
+            log.warning(text, u.update_id, why, extra={"update_id": u.update_id, "version": u.version})
+        return None if why else made
+
+    async def compare_catch_up(self, e: Compare, committed_under: Verify) -> tuple[Evidence, Failure | None]:
+        """A caught-up replica's receipts against the digests of the committed update that it is brought to."""
+        source = next((u for u in (self.update, self._kept) if u.update_id == e.against), None)
+        known: dict[tuple[int, Box], int] = {}
+        stored = self._recalled
+        if source is None and stored is not None and stored.update_id == e.against:
+            committed_under = Verify(stored.verify)
+            known = await self._work(sum(len(d) for _, d in stored.digests) // 8, proofs.known, stored)
+        for plan_id in {plan_id for plan_id, _ in source.digests} if source is not None else ():
+            index = self.plan(plan_id)
+            assert source is not None
+            table = self._table(source, index)
+            if not isinstance(table, Failure):
+                size = len(index.plan.regions)
+                known.update(await self._work(size, known_digests, index, e.against, committed_under, table))
+        kept = self.of(e.update_id)
+        [(plan_id, members)] = e.plans
+        receipts = {m: done for m in members if m in kept.receipts and (done := kept.receipts[m].complete())}
+        every = committed_under is Verify.FULL
+        index = self.plan(plan_id)
+        size = len(index.plan.regions) * len(members)
+        return await self._work(size, compare_known, index, known, every, members, receipts)
 
     def put_digests(self, update_id: str, plan_id: str, rank: int, first: int, total: int, page: Sequence[int]) -> bool:
         """A page of a rank's expected digests; True once they are complete."""
@@ -302,6 +403,11 @@ class Artifacts:
         if not isinstance(made, Failure):
             kept.tables[index.plan.id] = made
         return made
+
+
+def is_catch_up(update_id: str) -> bool:
+    """Whether it is a catch-up's id, and no update's."""
+    return update_id.startswith("k-")
 
 
 def _full(manifest: Manifest) -> Placement:

@@ -82,7 +82,23 @@ def desired_trainer(state: GroupState, generation: int, revision: int, now: floa
             message.calls.extend(armed_calls(u))
     if t is not None and not fenced:
         message.rebind = needs_rebind(state, t, now)
+        message.serve.extend(_serve(order) for order in core_desired.serve_orders(state, ""))
     return message
+
+
+def _serve(o: core_desired.ServeOrder) -> agent_pb2.ServeOrder:
+    """A catch-up that a member is to send."""
+    return agent_pb2.ServeOrder(
+        catch_up_id=o.catch_up_id,
+        held=held(o.held),
+        manifest_id=o.manifest_id,
+        plan_id=o.plan_id,
+        binding=channel(o.channel),
+        epoch=o.epoch,
+        generation=o.generation,
+        go=o.go,
+        hold=o.hold,
+    )
 
 
 class Desired:
@@ -112,6 +128,7 @@ class Desired:
         if d.sleep is not None:
             order = agent_pb2.SleepOrder(order=d.sleep.order, level=d.sleep.level, asleep=d.sleep.asleep)
             message.sleep.CopyFrom(order)
+        message.serve.extend(_serve(order) for order in d.serve)
         if d.update is not None:
             self._update(message.update, d.update, state.replicas[replica_id])
         return message
@@ -132,6 +149,8 @@ class Desired:
         m.remaining_ms = int(u.remaining_s * 1000)
         if u.failure is not None:
             m.failure.CopyFrom(failure_to_proto(u.failure))
+        if u.holds is not None:
+            m.holds.CopyFrom(held(u.holds))
         arms = bool(u.calls) and not u.decision and all(c.channel is not None for c in u.channels)
         for c in u.channels:
             told = m.channels.add(channel_id=c.channel_id, plan_id=c.plan_id, workers=c.workers)

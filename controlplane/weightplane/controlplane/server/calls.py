@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -15,7 +16,10 @@ from grpc_status import rpc_status
 
 from weightplane.controlplane.core.reasons import Failure, Reason
 
+from . import health
+from .authorisation import Scope
 from .errors import Refused, status_of
+from .pacing import Paces
 from .security import Authoriser, Identity
 
 __all__ = ["CALLER", "Guard", "Undecodable", "remaining_s"]
@@ -58,11 +62,33 @@ def _decoding(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Wraps every handler: who calls, with a deadline if unary, and each failure as the one table says."""
+    """Wraps every handler: who calls, how often, for which group, with a deadline if unary; each failure as the one
+    table of errors says."""
 
     def __init__(self, authoriser: Authoriser) -> None:
         self._authoriser = authoriser
         self._wrapped: dict[str, Any] = {}
+        self._paces = Paces()
+        self._streams: dict[asyncio.Task[Any], _Stream] = {}
+
+    def serving(self, method: str, behaviour: Callable[[Any, _Context], Awaitable[Any]], unary: bool) -> Any:
+        """``behaviour`` behind every check, for whoever serves calls by another way than gRPC: a coroutine of request
+        and context."""
+        return self._guarded(method, behaviour, unary)
+
+    def withdraw(self) -> None:
+        """Look at who may call now, and end the streams of those who may no longer. Called every second or so."""
+        if not self._authoriser.refresh():
+            return
+        for task, stream in list(self._streams.items()):
+            try:
+                identity, _ = self._authoriser.admit(stream.method, stream.context)
+                if identity.groups == stream.identity.groups and identity.roles == stream.identity.roles:
+                    continue
+                stream.refusal = Refused(Failure(Reason.UNAUTHENTICATED, "what this token may do was changed"))
+            except Refused as e:
+                stream.refusal = e
+            task.cancel()
 
     async def intercept_service(
         self,
@@ -71,6 +97,10 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Give the wrapped handler of a method (made once)."""
         method = str(handler_call_details.method)
+        if method in health.METHODS:
+            return await continuation(handler_call_details)
+        if self._authoriser.strange(handler_call_details.invocation_metadata or ()):
+            return grpc.stream_stream_rpc_method_handler(self._refuse(method))
         wrapped = self._wrapped.get(method)
         if wrapped is None:
             handler = await continuation(handler_call_details)
@@ -97,20 +127,64 @@ class Guard(grpc.aio.ServerInterceptor):
         unary: bool = False,
     ) -> Any:
         """``behaviour`` behind every check. Streams answer by ``context.write``, so that all kinds are coroutines."""
+        name = method.rpartition("/")[2]
 
         async def serve(request: Any, context: _Context) -> Any:
             try:
-                CALLER.set(self._authoriser.admit(method, context))
+                identity, row = self._authoriser.admit(method, context)
+                CALLER.set(identity)
+                await self._paces.turn(context.peer())
                 if isinstance(request, Undecodable):
                     raise request.refusal(method)
-                if unary and remaining_s(context) is None:
-                    message = f"{method.rpartition('/')[2]}: expected a deadline, found none: set a timeout on the call"
+                if row.scope is Scope.REQUEST:
+                    identity.enter(request.group, name)
+                if not unary:
+                    return await self._stream(method, identity, request, context, behaviour)
+                if remaining_s(context) is None:
+                    message = f"{name}: expected a deadline, found none: set a timeout on the call"
                     raise Refused(Failure(Reason.DEADLINE_REQUIRED, message))
                 return await behaviour(request, context)
             except BaseException as e:
                 await _fail(method, context, e)
 
         return serve
+
+    async def _stream(self, method: str, identity: Identity, request: Any, context: _Context, behaviour: Any) -> Any:
+        """Serve a stream for as long as its caller may call."""
+        task = asyncio.current_task()
+        assert task is not None
+        mine = self._streams[task] = _Stream(method, identity, context)
+        try:
+            return await behaviour(request, context)
+        except asyncio.CancelledError:
+            if mine.refusal is None:
+                raise
+            task.uncancel()
+            raise mine.refusal from None
+        finally:
+            del self._streams[task]
+
+    def _refuse(self, method: str) -> Any:
+        """A handler for a stranger's call of any kind: it reads nothing."""
+
+        async def serve(_: Any, context: _Context) -> None:
+            try:
+                self._authoriser.admit(method, context)
+            except Refused as e:
+                await _fail(method, context, e)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server's tokens changed just now: call again")
+
+        return serve
+
+
+@dataclass
+class _Stream:
+    """An open stream; ``refusal``: why it is ended."""
+
+    method: str
+    identity: Identity
+    context: _Context
+    refusal: Refused | None = None
 
 
 async def _fail(method: str, context: _Context, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from weightplane.controlplane.core.model import (
     Phase,
     Policy,
     Replica,
+    Retained,
     Timings,
     Worker,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "failure",
     "init_transfer",
     "policy",
+    "rank_report",
     "replica_hello",
     "report",
     "sleep_tags",
@@ -164,6 +166,33 @@ def report(hello: agent_pb2.Hello, m: agent_pb2.ReplicaReport, epoch: int) -> ev
         asleep=sleep_tags("report.asleep", m.asleep),
         sleep_order=between("report.sleep_order", m.sleep_order, 0, 1 << 62),
         sleep_failure=failure("report.sleep_failure", m.sleep_failure) if m.HasField("sleep_failure") else None,
+        retained=_retained("report.retained", m.retained) if m.HasField("retained") else None,
+        serve_failures=_serve_failures("report.serve_failures", m.serve_failures),
+    )
+
+
+def rank_report(hello: agent_pb2.Hello, m: agent_pb2.TrainerReport) -> events.RankReport:
+    """A trainer rank's report on the stream that ``hello`` opened."""
+    return events.RankReport(
+        generation=hello.trainer.generation,
+        rank=hello.trainer.rank,
+        retained=_retained("trainer.retained", m.retained) if m.HasField("retained") else None,
+        serve_failures=_serve_failures("trainer.serve_failures", m.serve_failures),
+        host_id=fields.text("trainer.host_id", m.host_id, 256, empty=True),
+        offers=_offers("trainer.offers", m.offers),
+    )
+
+
+def _retained(field: str, m: agent_pb2.RetainedCopy) -> Retained:
+    said = held(f"{field}.held", m.held)
+    if not said.version:
+        invalid(f"{field}.held", "a version with its update_id", "neither")
+    return Retained(said, fields.text(f"{field}.manifest_id", m.manifest_id, 64))
+
+
+def _serve_failures(field: str, said: Sequence[agent_pb2.ServeFailure]) -> tuple[tuple[str, Failure], ...]:
+    return tuple(
+        (fields.text(f"{field}.catch_up_id", f.catch_up_id, 64), failure(f"{field}.failure", f.failure)) for f in said
     )
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from weightplane.controlplane.core.events import Tick, Write
 from weightplane.controlplane.core.group import restarted
+from weightplane.controlplane.core.kept import KeptError, check, manifest_of, problem
+from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import Config, GroupState
 from weightplane.controlplane.core.reasons import Reason
-from weightplane.controlplane.store.base import Loaded, Store, StoreError, StoreUnknown
+from weightplane.controlplane.store.base import Loaded, Store, StoredGroup, StoreError, StoreUnknown
 
 from .artifacts import Limits
 from .fields import refuse
@@ -24,6 +26,9 @@ from .sessions import stepping_down
 __all__ = ["Coordinator"]
 
 log = logging.getLogger("weightplane.controlplane")
+
+#: The committed version's manifest, and why that version cannot be proven.
+Recalled = tuple[Manifest | None, str]
 
 _TICK_S = 0.1
 _MAX_GROUPS = 1000
@@ -48,15 +53,17 @@ class Coordinator:
         self._leads = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self.on_leading: Callable[[bool], None] = lambda leads: None  # called on the event loop
 
     async def start(self) -> None:
         """Open the store and begin. Raises what the store raises."""
-        self._load(await asyncio.get_running_loop().run_in_executor(self.store_thread, self.store.open))
+        self._load(*await asyncio.get_running_loop().run_in_executor(self.store_thread, self._open))
         self._spawn(self._tick())
 
     async def stop(self) -> None:
         """End every stream, let queued writes finish, close the store."""
         self._stopping, self._leads = True, False
+        self.on_leading(False)
         self._end_groups("the coordinator is stopping")
         for task in list(self._tasks):
             task.cancel()
@@ -99,7 +106,12 @@ class Coordinator:
 
     # --- leadership ---
 
-    def _load(self, loaded: Loaded) -> None:
+    def _open(self) -> tuple[Loaded, dict[str, Recalled]]:
+        """Open the store, and read what was kept of each group's committed version."""
+        loaded = self.store.open()
+        return loaded, {name: _recall(stored) for name, stored in loaded.groups.items()}
+
+    def _load(self, loaded: Loaded, recalled: dict[str, Recalled]) -> None:
         """Begin a new epoch over what the store held: undecided updates are aborted, and that is written down."""
         self.cluster_id, self.epoch = loaded.cluster_id, loaded.epoch
         self._groups = {}
@@ -108,8 +120,13 @@ class Coordinator:
             state, aborted = restarted(
                 replace(stored.state, config=self.config), stored.frozen, loaded.epoch, self.clock()
             )
-            state = replace(state, revision=max(state.revision, loaded.epoch << 32))
+            manifest, unproven = recalled[name]
+            state = replace(state, revision=max(state.revision, loaded.epoch << 32), unproven=unproven)
             group = self._groups[name] = Group(self, state)
+            if unproven:
+                log.error("%s", unproven, extra={"group": name, "version": state.committed.version})
+            elif manifest is not None and stored.kept is not None:
+                group.artifacts.recall(manifest, stored.kept)
             if aborted is not None:
                 group.carry_out(Write(f"w{loaded.epoch}.restart", "close", loaded.epoch, aborted))
                 log.warning(
@@ -117,12 +134,14 @@ class Coordinator:
                     aborted.update_id,
                     extra={"group": name, "update_id": aborted.update_id, "version": aborted.version},
                 )
+        self.on_leading(True)
         log.info("epoch %d of cluster %s, %d group(s)", self.epoch, self.cluster_id, len(self._groups))
 
     def step_down(self, message: str) -> None:
         """A group can no longer be sure that it leads: end everything, then take over anew, in a later epoch."""
         if self._leads and not self._stopping:
             self._leads = False
+            self.on_leading(False)
             self._spawn(self._take_over(message))
 
     async def _take_over(self, message: str) -> None:
@@ -132,7 +151,7 @@ class Coordinator:
         while True:
             try:
                 await loop.run_in_executor(self.store_thread, self.store.close)
-                self._load(await loop.run_in_executor(self.store_thread, self.store.open))
+                self._load(*await loop.run_in_executor(self.store_thread, self._open))
                 return
             except (StoreError, StoreUnknown) as e:
                 log.error("cannot take over yet: %s", e)
@@ -162,3 +181,16 @@ class Coordinator:
                 log.error("the coordinator's own task failed", exc_info=t.exception())
 
         task.add_done_callback(done)
+
+
+def _recall(stored: StoredGroup) -> Recalled:
+    """The manifest of what a group's store says is committed, or why nobody can be caught up to that."""
+    s, kept = stored.state, stored.kept
+    why = problem(kept, s.committed, s.committed_manifest)
+    if why or kept is None or not s.committed.version:
+        return None, why
+    try:
+        check(kept)
+        return manifest_of(kept), ""
+    except KeptError as e:
+        return None, f"version {s.committed.version} (update {s.committed.update_id}) cannot be proven: {e}"

@@ -56,7 +56,7 @@ class _Feed:
             )
 
     def _compare(self, state: GroupState) -> tuple[list[fl.ReplicaInfo], list[str]]:
-        wide = (state.committed, state.rewinding)
+        wide = (state.committed, state.rewinding, {rid: c.catch_up_id for rid, c in state.catch_ups.items()})
         changed: list[fl.ReplicaInfo] = []
         for rid, r in state.replicas.items():
             seen = self._seen.get(rid)

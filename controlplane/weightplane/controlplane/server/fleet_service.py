@@ -19,8 +19,8 @@ from .calls import CALLER, remaining_s
 from .coordinator import Coordinator
 from .enums import PAUSE
 from .fields import between, invalid, refuse
+from .identities import Role
 from .runtime import Group
-from .security import Role
 
 __all__ = ["FleetService"]
 
@@ -119,10 +119,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return answer
 
     async def ListGroups(self, request: fl.ListGroupsRequest, context: _Context) -> fl.ListGroupsResponse:
-        """Every group."""
-        return fl.ListGroupsResponse(
-            groups=[fleet_view.group_info(g.state, g.now()) for g in self._coordinator.groups()]
-        )
+        """Every group that the caller may name."""
+        caller = CALLER.get()
+        groups = [g for g in self._coordinator.groups() if caller.may_see(g.name)]
+        return fl.ListGroupsResponse(groups=[fleet_view.group_info(g.state, g.now()) for g in groups])
 
     async def GetGroup(self, request: fl.GetGroupRequest, context: _Context) -> fl.GetGroupResponse:
         """One group."""

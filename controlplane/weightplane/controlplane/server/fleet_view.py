@@ -61,10 +61,20 @@ def replica_info(state: GroupState, r: Replica, reached: Iterable[Choice] = ()) 
         may_not_join=may_join(r, _LIVENESS_TELLS),
         transports=[choice(c) for c in reached],
         asleep=r.asleep,
+        catch_up=_catch_up(state, r),
+        retains=r.retained.held.version if r.retained is not None else 0,
     )
     if r.failure is not None:
         info.failure.CopyFrom(failure_to_proto(r.failure, 512))
     return info
+
+
+def _catch_up(state: GroupState, r: Replica) -> str:
+    c = state.catch_ups.get(r.replica_id)
+    if c is not None:
+        who = f"replica {c.holder}" if c.holder else "the trainer"
+        return f"catching up to version {c.target.version}, from {who} by {c.channel.transport}"
+    return f"was not caught up: {r.catch_up_refusal}" if r.catch_up_refusal else ""
 
 
 def group_info(state: GroupState, now: float) -> fleet_pb2.GroupInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ from weightplane.controlplane.core.events import (
     Verified,
     Write,
 )
-from weightplane.controlplane.core.model import Evidence, GroupState, Phase, Replica, Update
+from weightplane.controlplane.core.evolve import replace
+from weightplane.controlplane.core.model import Evidence, GroupState, Phase, Replica, Update, Verify
 from weightplane.controlplane.core.plan import PlanError
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.core.tx import Tx
@@ -60,8 +62,8 @@ class Group:
 
     def __init__(self, coordinator: Coordinator, state: GroupState) -> None:
         self.coordinator = coordinator
-        self.state = state
-        self.artifacts = Artifacts(coordinator.workers, coordinator.limits, self._in_use)
+        self.state = replace(state, secret=secrets.token_bytes(32))
+        self.artifacts = Artifacts(coordinator.workers, coordinator.limits, self._in_use, self._committed)
         self.answers = Answers()
         self.desired = bindings.Desired()
         self.sessions: dict[tuple[str, str], Session] = {}
@@ -178,11 +180,21 @@ class Group:
         if s.open is not None:
             used.add(s.open.options.manifest_id)
             used.update(p.plan_id for p in s.open.plans.values())
+        last = s.history.get(s.committed.update_id)
+        if last is not None:  # its digests are what others are caught up against
+            used.update(p.plan_id for p in last.plans.values())
+        for c in s.catch_ups.values():
+            used.add(c.manifest_id)
+            used.update([c.plan.plan_id] if c.plan is not None else [])
+            used.update(layout_id for _, layout_id in c.senders)
         holders: list[Any] = [*s.replicas.values(), *([s.trainer] if s.trainer is not None else [])]
         for holder in holders:
             for placed in holder.placements.values():
                 used.update(placed.values())
         return used
+
+    def _committed(self) -> str:
+        return self.state.committed.update_id
 
     # --- sessions ---
 
@@ -261,9 +273,15 @@ class Group:
         self._background(make(), lambda why: PlanMade(e.update_id, e.channel_id, None, why))
 
     def _compare(self, e: Compare) -> None:
+        past = self.state.history.get(e.against)
+        committed_under = past.options.verify if past is not None else Verify.FULL
+
         async def verify() -> None:
             try:
-                evidence, failure = await self.artifacts.compare(e)
+                if e.against:
+                    evidence, failure = await self.artifacts.compare_catch_up(e, committed_under)
+                else:
+                    evidence, failure = await self.artifacts.compare(e)
             except Refused as error:
                 evidence, failure = Evidence.NONE, error.failure
             self.submit(Verified(e.update_id, e.replica_id, e.incarnation, evidence, failure))
@@ -272,12 +290,13 @@ class Group:
 
     def _write(self, e: Write) -> None:
         state, store, name = self.state, self.coordinator.store, self.name
+        kept = self.artifacts.kept(e.update) if e.kind == "decide" and e.update is not None else None
 
         def write() -> Stored:
             phase = _PHASE_OF[e.kind]
             hit(f"server.{phase}.before_write")
             try:
-                ok = store.write(name, e, state)
+                ok = store.write(name, e, state, kept)
             except (StoreUnknown, StoreError) as error:
                 log.error("write %s of group %s: %s", e.kind, name, error, extra={"group": name})
                 return Stored(e.write_id, None, str(error) if isinstance(error, StoreError) else "")

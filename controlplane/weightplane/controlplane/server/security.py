@@ -1,234 +1,195 @@
-"""Who may call what: loopback, or TLS, or an explicit flag; bearer tokens or client certificates; roles.
+"""How a server is protected: loopback, or TLS and an identity for every caller, or an explicit flag.
 
-Tokens come from a file or the environment, one per line: ``ROLE[+ROLE...] TOKEN``; ``#`` begins a comment. A client
-certificate's common name is ``ROLE[+ROLE...]/NAME``. Without either, every caller that reaches the port has every role.
+Without tokens and without an authority for client certificates, every caller that reaches the port has every role; that
+is refused off loopback. A token file is read anew when it changes; who is no longer in it loses its streams too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import ipaddress
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from weightplane.controlplane.addresses import is_loopback
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.pems import check_pair
 
+from .authorisation import RPC_TABLE, Row
 from .errors import Refused
+from .identities import ANYONE, Identity, Role, by_certificate, digest_of, parse_tokens
+from .tls import Tls, warn_if_readable
 
-__all__ = ["RPC_ROLES", "Authoriser", "Identity", "Role", "Security", "Tls", "is_loopback", "parse_tokens"]
+__all__ = ["Authoriser", "Identity", "Role", "Security", "Tls", "is_loopback", "parse_tokens"]
 
 log = logging.getLogger(__name__)
 
 
-class Role(StrEnum):
-    """What an identity may be."""
-
-    TRAINER = "trainer"
-    INFERENCE = "inference"
-    OPERATOR = "operator"
-    VIEWER = "viewer"
-
-
-_T, _I, _O, _V = Role.TRAINER, Role.INFERENCE, Role.OPERATOR, Role.VIEWER
-_ALL = frozenset(Role)
-_TRAINER = frozenset({_T})
-_INFERENCE = frozenset({_I})
-_OPERATOR = frozenset({_O})
-_TRANSFER, _FLEET, _AGENT = (
-    f"/weightplane.v1.{name}/" for name in ("WeightTransferService", "FleetService", "AgentService")
-)
-
-#: Method -> roles, any one of which will do. What is not here is refused.
-RPC_ROLES: dict[str, frozenset[Role]] = {
-    **{
-        _TRANSFER + name: _TRAINER
-        for name in (
-            "InitTransfer",
-            "PutManifest",
-            "PutPlacement",
-            "StartUpdate",
-            "GetPlan",
-            "UpdateWeights",
-            "PutDigests",
-            "FinishUpdate",
-            "CloseTransfer",
-        )
-    },
-    _TRANSFER + "AbortUpdate": frozenset({_T, _O}),  # generation 0 needs the operator
-    _TRANSFER + "GetUpdate": _ALL,
-    _TRANSFER + "WatchUpdate": _ALL,  # a generation needs the trainer
-    **{
-        _FLEET + name: _OPERATOR
-        for name in (
-            "CreateGroup",
-            "UpdateGroup",
-            "SleepReplica",
-            "WakeReplica",
-            "DrainReplica",
-            "ActivateReplica",
-            "PinReplica",
-            "UnpinReplica",
-        )
-    },
-    _FLEET + "PauseGeneration": frozenset({_T, _O}),  # holder "operator" needs the operator
-    _FLEET + "ResumeGeneration": frozenset({_T, _O}),
-    **{
-        _FLEET + name: _ALL
-        for name in ("ListGroups", "GetGroup", "ListReplicas", "ListUpdates", "WatchGroup", "CheckReplica")
-    },
-    _AGENT + "Session": frozenset({_T, _I}),  # by the hello's role
-    **{_AGENT + name: _INFERENCE for name in ("GetManifest", "GetPlan", "PutWorkerPlacement", "PutReceipt")},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A caller, by name, with its roles."""
-
-    name: str
-    roles: frozenset[Role]
-
-    def require(self, role: Role, what: str) -> None:
-        """Refuse unless this identity has ``role``."""
-        if role not in self.roles:
-            have = ", ".join(sorted(self.roles)) or "none"
-            raise Refused(
-                Failure(Reason.PERMISSION_DENIED, f"{what}: expected role {role}, found {have} ({self.name})")
-            )
-
-
-ANYONE = Identity("anyone on this port", _ALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """PEM files of the server, and of the authority that clients' certificates must come from (mTLS)."""
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """Read the files."""
-        ca = self.client_ca.read_bytes() if self.client_ca is not None else None
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
-
-
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How a server is protected. ``tokens``: SHA-256 of each -> its identity; the tokens themselves are not kept."""
+    """How a server is protected. ``tokens``: SHA-256 of each -> its identity; the tokens themselves are not kept.
+
+    ``token_file``: more of them, read when the server starts and whenever the file changes.
+    """
 
     tls: Tls | None = None
     tokens: dict[bytes, Identity] = field(default_factory=dict, repr=False)
+    token_file: Path | None = None
     insecure: bool = False
+
+    @property
+    def identifies(self) -> bool:
+        """Whether callers are asked who they are."""
+        return bool(self.tokens) or self.token_file is not None or self.by_certificate
+
+    @property
+    def by_certificate(self) -> bool:
+        """Whether callers show certificates."""
+        return self.tls is not None and self.tls.client_ca is not None
 
     def check(self, address: str) -> None:
         """Refuse to listen in the open; say so where it was asked for."""
-        if self.tls is not None or is_loopback(address):
+        problem = self.problem(address)
+        if not problem:
             return
         if not self.insecure:
-            raise ValueError(
-                f"{address!r} is not loopback: give TLS files, or ask for insecure explicitly (anyone who reaches the "
-                "port could then replace the fleet's weights)"
+            raise ValueError(f"{address!r} is not loopback: {problem}, or ask for insecure explicitly")
+        log.warning("INSECURE, as asked for: listening on %s, off loopback; to mend it, %s", address, problem)
+
+    def read(self) -> None:
+        """Look at every file once. ``ValueError`` or ``OSError`` names one that cannot be used."""
+        if self.tls is not None:
+            check_pair(self.tls.certificate, self.tls.key, self.tls.client_ca)
+        Tokens(self)
+
+    def problem(self, address: str) -> str:
+        """What is to be done before ``address`` may be listened on, and what it is about; empty if nothing is."""
+        if is_loopback(address):
+            return ""
+        if self.tls is None:
+            return "give a TLS certificate and its key (anyone in between could read and change weights)"
+        if not self.identifies:
+            return (
+                "give an authority for client certificates, or tokens (TLS alone asks nobody who they are: anyone who "
+                "reaches the port could replace the fleet's weights)"
             )
-        log.warning("listening on %s without TLS, as asked for: anyone in between can read and change weights", address)
+        return ""
 
 
-def is_loopback(address: str) -> bool:
-    """Whether ``host:port`` (or a Unix socket) is reached from this machine alone."""
-    if address.startswith("unix:"):
+class Tokens:
+    """Those of a server, by their SHA-256; some from a file that may change."""
+
+    def __init__(self, security: Security) -> None:
+        self._given, self._file = security.tokens, security.token_file
+        self._seen: object = None
+        self.known: dict[bytes, Identity] = dict(security.tokens)
+        if self._file is not None:
+            self._seen = _stamp(self._file)
+            self.known = self._read(self._file)
+            warn_if_readable(self._file)
+
+    def refresh(self) -> bool:
+        """Read the file if it changed; whether that is so. A faulty one is told of, and changes nothing."""
+        if self._file is None:
+            return False
+        seen = _stamp(self._file)
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        try:
+            self.known = self._read(self._file)
+        except (OSError, ValueError) as e:
+            log.error("tokens: %s; those read before stay in use", e)
+            return False
+        log.info("%s: read anew, %d token(s) in all", self._file, len(self.known))
         return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
+
+    def _read(self, file: Path) -> dict[bytes, Identity]:
+        try:
+            found = parse_tokens(file.read_text(encoding="utf-8"))
+        except ValueError as e:  # bytes that are no UTF-8 among them
+            raise ValueError(f"{file}: {e}") from None
+        if not found:  # half-written, perhaps: it must never mean that nobody is asked
+            raise ValueError(f"{file}: expected lines ROLE[+ROLE...][@GROUP[,GROUP...]] TOKEN, found none")
+        return {**self._given, **found}
+
+
+def _stamp(file: Path) -> object:
+    """Equal while the file is the same, or as absent as it was."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def parse_tokens(text: str) -> dict[bytes, Identity]:
-    """Read tokens; a faulty line is named by its number, never shown."""
-    tokens: dict[bytes, Identity] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        if len(words) != 2:
-            raise ValueError(f"tokens, line {number}: expected ROLE[+ROLE...] TOKEN, found {len(words)} word(s)")
-        if len(words[1]) < 16:
-            raise ValueError(f"tokens, line {number}: expected a token of at least 16 characters")
-        tokens[_digest(words[1])] = Identity(f"token {number}", _roles(words[0], f"tokens, line {number}"))
-    return tokens
-
-
-def _roles(text: str, where: str) -> frozenset[Role]:
-    try:
-        return frozenset(Role(r) for r in text.split("+"))
-    except ValueError:
-        raise ValueError(f"{where}: expected roles out of {', '.join(Role)} joined by '+'") from None
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+        found = file.stat()
+    except OSError as e:
+        return str(e)
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 class Authoriser:
-    """Admits calls by the one table."""
+    """Admits calls by the one table. Raises ``ValueError`` or ``OSError`` for a token file that cannot be used."""
 
     def __init__(self, security: Security) -> None:
-        self._tokens = security.tokens
-        self._certificates = security.tls is not None and security.tls.client_ca is not None
+        self._asks = security.identifies
+        self._by_tokens = bool(security.tokens) or security.token_file is not None
+        self._by_certificates = security.by_certificate
+        self._tokens = Tokens(security)
 
-    def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
-        """The caller's identity, or a refusal."""
-        identity = self._identify(context)
-        allowed = RPC_ROLES.get(method)
-        if allowed is None or not allowed & identity.roles:
-            need, have = "/".join(sorted(allowed or ())), ", ".join(sorted(identity.roles)) or "none"
+    def refresh(self) -> bool:
+        """Look at the token file; whether who may call changed."""
+        return self._tokens.refresh()
+
+    def strange(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Whether a call's metadata alone says that it is nobody's: not a byte of its request need be read then."""
+        if not self._by_tokens or self._by_certificates:
+            return False
+        try:
+            return all(key != "authorization" or self._by_token(value) is None for key, value in metadata)
+        except Refused:
+            return True
+
+    def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> tuple[Identity, Row]:
+        """The caller's identity and the method's row, or a refusal."""
+        identity = self.identify(context)
+        row = RPC_TABLE.get(method)
+        if row is None or not row.roles & identity.roles:
+            need, have = "/".join(sorted(row.roles if row else ())), ", ".join(sorted(identity.roles)) or "none"
             name = method.rpartition("/")[2]
             message = f"{name}: expected role {need or 'that exists'}, found {have} ({identity.name})"
             raise Refused(Failure(Reason.PERMISSION_DENIED, message))
-        return identity
+        return identity, row
 
-    def _identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
-        if not self._tokens and not self._certificates:
+    def identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+        """Who calls, as things are now, or a refusal."""
+        shown = context.auth_context() if self._by_certificates else {}
+        return self.identity(
+            context.invocation_metadata() or (), shown.get("x509_common_name", ()), shown.get("peer_uri", ())
+        )
+
+    def identity(
+        self, metadata: Iterable[tuple[str, str | bytes]], names: Iterable[bytes], uris: Iterable[bytes]
+    ) -> Identity:
+        """The same from what a call or an HTTP request says, and the verified certificate's names, if it has one."""
+        if not self._asks:
             return ANYONE
-        if self._tokens:
-            for key, value in context.invocation_metadata() or ():
+        if self._by_tokens:
+            for key, value in metadata:
                 if key == "authorization":
-                    return self._by_token(value if isinstance(value, str) else "")
-        if self._certificates:
-            return _by_certificate(context.auth_context().get("x509_common_name", ()))
+                    return self._by_token(value)
+        if self._by_certificates:
+            return by_certificate(names, uris)
         raise Refused(
             Failure(Reason.UNAUTHENTICATED, "expected metadata 'authorization: Bearer TOKEN', found no such entry")
         )
 
-    def _by_token(self, header: str) -> Identity:
-        scheme, _, token = header.partition(" ")
-        given = _digest(token.strip())
+    def _by_token(self, header: str | bytes) -> Identity:
+        scheme, _, token = (header if isinstance(header, str) else "").partition(" ")
+        given = digest_of(token.strip())
         found: Identity | None = None
-        for known, identity in self._tokens.items():  # all of them, in constant time each
+        for known, identity in self._tokens.known.items():  # all of them, in constant time each
             if hmac.compare_digest(known, given):
                 found = identity
         if scheme.lower() != "bearer" or found is None:
             raise Refused(Failure(Reason.UNAUTHENTICATED, "the bearer token is not one of this server's"))
         return found
-
-
-def _by_certificate(common_names: Iterable[bytes]) -> Identity:
-    for raw in common_names:
-        name = raw.decode("utf-8", "replace")
-        roles, slash, _ = name.partition("/")
-        if slash and all(r in set(Role) for r in roles.split("+")):
-            return Identity(name, frozenset(Role(r) for r in roles.split("+")))
-        return Identity(name, frozenset())
-    raise Refused(Failure(Reason.UNAUTHENTICATED, "the client certificate has no common name ROLE[+ROLE...]/NAME"))

@@ -28,8 +28,8 @@ from .calls import CALLER, remaining_s
 from .coordinator import Coordinator
 from .errors import Refused
 from .fields import between, invalid, refuse
+from .identities import Role
 from .runtime import Group
-from .security import Role
 
 __all__ = ["TransferService"]
 

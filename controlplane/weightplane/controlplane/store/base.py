@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.events import Write
+from ..core.kept import Kept
 from ..core.model import GroupState, Update
 
 __all__ = ["Loaded", "Store", "StoreError", "StoreUnknown", "StoredGroup"]
@@ -27,11 +28,13 @@ class StoredGroup:
     ``state.config`` is the default one: the server puts its own. ``state.history`` holds closed updates in the order of
     their versions, decided ones as COMMITTED also where the coordinator died before it closed them. ``state.replicas``
     holds a LOST placeholder per roster entry that is not ACTIVE, so that its administrative state survives a restart.
-    ``frozen`` is the update that was opened and neither decided nor closed.
+    ``frozen`` is the update that was opened and neither decided nor closed. ``kept`` is what was stored with the last
+    decision, as it was read: ``core.kept.problem`` says whether it can be used.
     """
 
     state: GroupState
     frozen: Update | None = None
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Store(Protocol):
         """
         ...
 
-    def write(self, group: str, write: Write, state: GroupState) -> bool:
+    def write(self, group: str, write: Write, state: GroupState, kept: Kept | None = None) -> bool:
         """Make one write of the core durable, in one transaction.
 
         ``state`` is the group's state as of the step that asked for the write. Kinds:
@@ -71,7 +74,8 @@ class Store(Protocol):
         - ``freeze``: a new open update with its participants; its version can never be minted again. An earlier update
           that is open still, undecided, is ABORTED by this.
         - ``decide``: the one decision. Only for the open update, frozen under this epoch. A repeat under the same epoch
-          is True again.
+          is True again. ``kept`` is stored with it, in place of what was stored with the decision before; bodies that
+          are there already are not written again.
         - ``close``: the outcome, for the history (the last ``state.config.history`` per group are kept). It records
           what ``decide`` stored and never makes a decision: COMMITTED without a stored decision is refused. The one
           write that a loss of power may undo.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from ..core.events import Write
+from ..core.kept import Kept
 from ..core.model import GroupState
 from ..failpoints import FailpointError, hit
 from .base import Loaded, StoreError, StoreUnknown
@@ -33,6 +34,7 @@ class _Group:
     record: GroupRecord
     updates: dict[str, UpdateRecord] = field(default_factory=dict)
     roster: dict[str, RosterRecord] = field(default_factory=dict)
+    kept: Kept | None = None
 
 
 @dataclass(slots=True)
@@ -78,12 +80,13 @@ class MemoryStore:
                     g.record,
                     sorted(g.updates.values(), key=lambda r: r.version),
                     list(g.roster.values()),
+                    g.kept,
                 )
                 for name, g in d.groups.items()
             }
             return Loaded(d.cluster_id, d.epoch, groups)
 
-    def write(self, group: str, write: Write, state: GroupState) -> bool:
+    def write(self, group: str, write: Write, state: GroupState, kept: Kept | None = None) -> bool:
         """See ``Store.write``. Raises what was injected."""
         fault = self._around(write.kind, "before")
         if fault is Fault.FAIL:
@@ -94,7 +97,7 @@ class MemoryStore:
             self._check()
             g = self.disk.groups.get(group)
             record = g.updates.get(write.update.update_id) if g is not None and write.update is not None else None
-            changes = settle(self.disk.epoch, write, state, g.record if g is not None else None, record)
+            changes = settle(self.disk.epoch, write, state, g.record if g is not None else None, record, kept)
             if changes is not None:
                 self._apply(group, changes, max(state.config.history, 1))
         self._around(write.kind, "after")
@@ -161,6 +164,8 @@ class MemoryStore:
             over = sorted((r.version, r.update_id) for r in g.updates.values() if r.outcome != OPEN)
             for _, update_id in over[:-keep]:
                 del g.updates[update_id]
+        if changes.decides:
+            g.kept = changes.kept
         if changes.roster is not None and changes.roster.admin:
             g.roster[changes.roster.replica_id] = changes.roster
         elif changes.roster is not None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..core.events import Write
+from ..core.kept import Kept, sealed
 from ..core.model import Admin, GroupState, Held, Liveness, Phase, Replica, Update
 from ..core.reasons import Failure, Reason
 from . import codec
@@ -69,19 +70,29 @@ class RosterRecord:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a write changes. ``abort_open`` comes first: every open update of the group becomes ABORTED."""
+    """What a write changes. ``abort_open`` comes first: every open update of the group becomes ABORTED.
+
+    ``decides``: what is kept of the committed version is ``kept`` from now on.
+    """
 
     group: GroupRecord | None = None
     abort_open: bool = False
     update: UpdateRecord | None = None
     roster: RosterRecord | None = None
+    decides: bool = False
+    kept: Kept | None = None
 
 
 _NOTHING = Changes()
 
 
 def settle(
-    epoch: int, write: Write, state: GroupState, group: GroupRecord | None, record: UpdateRecord | None
+    epoch: int,
+    write: Write,
+    state: GroupState,
+    group: GroupRecord | None,
+    record: UpdateRecord | None,
+    kept: Kept | None = None,
 ) -> Changes | None:
     """What ``write`` changes under ``epoch`` (the store's); None = refused. ``record`` is that of ``write.update``.
 
@@ -101,7 +112,7 @@ def settle(
         if write.kind == "freeze":
             return _freeze(write, u, known, record)
         if write.kind == "decide":
-            return _decide(write, u, known, record)
+            return _decide(write, u, known, record, kept)
         if write.kind == "close":
             return _close(write, u, known, record)
         raise StoreError(f"no write is of kind {write.kind!r}")
@@ -148,13 +159,17 @@ def _freeze(write: Write, u: Update, known: GroupRecord, record: UpdateRecord | 
     return Changes(replace(known, last_version=u.version), abort_open=True, update=new)
 
 
-def _decide(write: Write, u: Update, known: GroupRecord, record: UpdateRecord | None) -> Changes | None:
+def _decide(
+    write: Write, u: Update, known: GroupRecord, record: UpdateRecord | None, kept: Kept | None
+) -> Changes | None:
     if record is None or (record.epoch, record.version) != (write.epoch, u.version):
         return None  # never frozen, or frozen under another epoch: no record means aborted
     if record.outcome == COMMITTED and record.decided_epoch == write.epoch:
         return _NOTHING
     if record.outcome != OPEN:
         return None
+    if kept is not None and kept.update_id != u.update_id:
+        raise StoreError(f"a 'decide' write of update {u.update_id} with what is kept of {kept.update_id}")
     decided = replace(u, phase=Phase.COMMITTED, frozen=True, decided_at=u.decided_at or u.decide_at)
     group = replace(
         known,
@@ -166,7 +181,7 @@ def _decide(write: Write, u: Update, known: GroupRecord, record: UpdateRecord | 
         rewinding=known.rewinding and u.generation != known.last_generation,
     )
     new = UpdateRecord(u.update_id, u.version, record.epoch, COMMITTED, write.epoch, _doc(decided))
-    return Changes(group, update=new)
+    return Changes(group, update=new, decides=True, kept=sealed(kept) if kept is not None else None)
 
 
 def _close(write: Write, u: Update, known: GroupRecord, record: UpdateRecord | None) -> Changes | None:
@@ -194,6 +209,7 @@ def assemble(
     group: GroupRecord,
     updates: Iterable[UpdateRecord],
     roster: Iterable[RosterRecord],
+    kept: Kept | None = None,
 ) -> StoredGroup:
     """The group that these records hold; ``updates`` in the order of their versions. Raises ``CodecError``."""
     frozen: Update | None = None
@@ -231,7 +247,7 @@ def assemble(
         last_generation=group.last_generation,
         history=history,
     )
-    return StoredGroup(state, frozen)
+    return StoredGroup(state, frozen, kept)
 
 
 def _over(u: Update, outcome: str) -> Update:

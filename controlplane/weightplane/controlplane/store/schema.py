@@ -13,14 +13,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+from . import mark
 from .base import StoreError
 
-__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "check", "connect", "create", "prepare", "says"]
+__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "check", "connect", "create", "migrate", "prepare", "says"]
 
 #: "WPst" in SQLite's header: what tells our files from any other program's.
 APPLICATION_ID = 0x57507374
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_OLDEST = 1  # that can be brought up to date
 
+#: What the second version added: what is kept of each group's committed version, and the bodies that it names.
+_KEPT = """
+CREATE TABLE kept (
+    grp TEXT PRIMARY KEY NOT NULL, update_id TEXT NOT NULL, manifest TEXT NOT NULL, verify TEXT NOT NULL,
+    layouts TEXT NOT NULL, digests BLOB NOT NULL, seal TEXT NOT NULL
+);
+CREATE TABLE bodies (grp TEXT NOT NULL, id TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (grp, id));
+"""
 _SCHEMA = """
 CREATE TABLE meta (
     one INTEGER PRIMARY KEY CHECK (one = 1), cluster_id TEXT NOT NULL, epoch INTEGER NOT NULL, settled INTEGER NOT NULL
@@ -88,7 +98,7 @@ def create(path: Path) -> None:
             with contextlib.closing(connect(new, "rw", 5.0)) as db:
                 _use_wal(new, db)
                 db.executescript(
-                    f"BEGIN EXCLUSIVE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
+                    f"BEGIN EXCLUSIVE; {_SCHEMA}{_KEPT} PRAGMA application_id = {APPLICATION_ID}; "
                     f"PRAGMA user_version = {SCHEMA_VERSION}; "
                     f"INSERT INTO meta VALUES (1, '{secrets.token_hex(16)}', 0, 0); COMMIT;"
                 )
@@ -133,11 +143,20 @@ def _check(path: Path, db: sqlite3.Connection) -> None:
             f"{path}: written by a newer release (schema {version}; this one reads up to {SCHEMA_VERSION}). "
             "Run that release, or name another file"
         )
-    if version != SCHEMA_VERSION:
+    if version < _OLDEST:
         raise StoreError(f"{path}: schema {version} was never released. Restore a copy, or name another file")
     fault = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
     if fault != "ok":
         raise StoreError(f"{path}: damaged: {fault[:200]}. It was left as it is: restore a copy, or name another file")
+    mark.check(path, db)
+
+
+def migrate(db: sqlite3.Connection) -> None:
+    """Bring an older schema up to date, in the transaction that is open. Raises ``sqlite3.Error``."""
+    if _pragma(db, "user_version") < SCHEMA_VERSION:
+        for statement in _KEPT.split(";"):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def prepare(path: Path, db: sqlite3.Connection, timeout_s: float) -> None:

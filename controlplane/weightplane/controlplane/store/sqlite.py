@@ -6,6 +6,7 @@ writes are refused from then on. The file must be on a local disk.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.events import Write
+from ..core.kept import Kept
 from ..core.model import GroupState
 from ..failpoints import FailpointError, hit
-from . import schema
+from . import mark, schema
 from .base import Loaded, StoredGroup, StoreError, StoreUnknown
 from .records import COMMITTED, Changes, GroupRecord, RosterRecord, UpdateRecord, assemble, settle
 
@@ -44,6 +46,8 @@ class SqliteStore:
         self._file = (0, 0)
         self._doubt = False
         self._synced = True
+        self._life = "", 0  # the store's, and our epoch
+        self._bodies: dict[str, set[str]] = {}  # by group, those that we wrote: what was there before may be damaged
 
     def open(self) -> Loaded:
         """See ``Store.open``. A file that cannot be used is left byte for byte as it was."""
@@ -57,6 +61,7 @@ class SqliteStore:
                 self._db = schema.connect(self.path, "rw", self._busy_timeout_s)
                 schema.prepare(self.path, self._db, self._busy_timeout_s)
                 self._synced = True
+                self._bodies.clear()
                 info = self.path.stat()
                 self._file = (info.st_dev, info.st_ino)
                 return self._take_over(self._db)
@@ -70,7 +75,7 @@ class SqliteStore:
                 self.close()
                 raise
 
-    def write(self, group: str, write: Write, state: GroupState) -> bool:
+    def write(self, group: str, write: Write, state: GroupState, kept: Kept | None = None) -> bool:
         """See ``Store.write``. An I/O error of the commit itself is ``StoreUnknown``; a full disk is ``StoreError``."""
         with self._lock:
             db = self._ready()
@@ -78,7 +83,7 @@ class SqliteStore:
             # What a close adds can be lost with the power: the decision, and the version, were synced before.
             self._begin(db, synced=not (write.kind == "close" and write.update is not None and write.update.frozen))
             try:
-                changes = self._settle(db, group, write, state)
+                changes = self._settle(db, group, write, state, kept)
                 if changes is not None:
                     self._apply(db, group, changes, max(state.config.history, 1))
                 self._hit(write.kind, "during")
@@ -133,8 +138,10 @@ class SqliteStore:
         with self._lock:
             db, self._db = self._db, None
             self._doubt = False
+            life, self._life = self._life, ("", 0)
             if db is not None:
                 db.close()
+                mark.remove(self.path, *life)
 
     # --- a transaction ---
 
@@ -178,6 +185,8 @@ class SqliteStore:
                 raise schema.says(self.path, e) from e  # the commit record, which is last, was not written
             self._doubt = True
             raise StoreUnknown(f"{self.path}: the {kind} write may or may not be durable: {e} ({name})") from e
+        if self._synced and kind not in ("roster", "settle"):  # those change no number that the mark counts
+            mark.note(self.path, db)
         self._hit(kind, "after")
 
     def _hit(self, kind: str, when: str) -> None:
@@ -191,7 +200,9 @@ class SqliteStore:
     def _epoch(self, db: sqlite3.Connection) -> int:
         return int(db.execute("SELECT epoch FROM meta").fetchone()[0])
 
-    def _settle(self, db: sqlite3.Connection, name: str, write: Write, state: GroupState) -> Changes | None:
+    def _settle(
+        self, db: sqlite3.Connection, name: str, write: Write, state: GroupState, kept: Kept | None
+    ) -> Changes | None:
         row = db.execute(f"SELECT {_GROUP} FROM groups WHERE name = ?", (name,)).fetchone()
         group = _group(row) if row is not None else None
         record = None
@@ -199,7 +210,7 @@ class SqliteStore:
             key = (name, write.update.update_id)
             row = db.execute(f"SELECT {_UPDATE} FROM updates WHERE grp = ? AND update_id = ?", key).fetchone()
             record = UpdateRecord(*row) if row is not None else None
-        return settle(self._epoch(db), write, state, group, record)
+        return settle(self._epoch(db), write, state, group, record, kept)
 
     def _apply(self, db: sqlite3.Connection, name: str, changes: Changes, keep: int) -> None:
         g, u, r = changes.group, changes.update, changes.roster
@@ -219,6 +230,8 @@ class SqliteStore:
                 "WHERE grp = ?1 AND outcome != '' ORDER BY version DESC LIMIT 1 OFFSET ?2)",
                 (name, keep),
             )
+        if changes.decides:
+            _keep(db, name, changes.kept, self._bodies.setdefault(name, set()))
         if r is not None and r.admin:
             row = (name, r.replica_id, r.admin, r.incarnation)
             db.execute("INSERT OR REPLACE INTO roster (grp, replica_id, admin, incarnation) VALUES (?, ?, ?, ?)", row)
@@ -230,6 +243,7 @@ class SqliteStore:
         self._hit("open", "before")
         self._begin(db)
         try:
+            schema.migrate(db)
             db.execute("UPDATE meta SET epoch = epoch + 1")
             cluster_id, epoch = db.execute("SELECT cluster_id, epoch FROM meta").fetchone()
             loaded = Loaded(str(cluster_id), int(epoch), self._groups(db, str(cluster_id), int(epoch)))
@@ -241,6 +255,7 @@ class SqliteStore:
             self._rollback(db)
             raise
         self._commit(db, "open")
+        self._life = loaded.cluster_id, loaded.epoch
         return loaded
 
     def _groups(self, db: sqlite3.Connection, cluster_id: str, epoch: int) -> dict[str, StoredGroup]:
@@ -251,7 +266,9 @@ class SqliteStore:
         for grp, *rest in db.execute("SELECT grp, replica_id, admin, incarnation FROM roster ORDER BY grp, replica_id"):
             roster[grp].append(RosterRecord(*rest))
         return {
-            str(name): assemble(str(name), cluster_id, epoch, _group(rest), updates[name], roster[name])
+            str(name): assemble(
+                str(name), cluster_id, epoch, _group(rest), updates[name], roster[name], _kept(db, str(name))
+            )
             for name, *rest in db.execute(f"SELECT name, {_GROUP} FROM groups ORDER BY name").fetchall()
         }
 
@@ -259,6 +276,50 @@ class SqliteStore:
 def _group(row: Sequence[Any]) -> GroupRecord:
     r = GroupRecord(*row)
     return replace(r, rewinding=bool(r.rewinding))
+
+
+def _keep(db: sqlite3.Connection, group: str, kept: Kept | None, ours: set[str]) -> None:
+    """Store what is kept of the version that is decided, in place of the one before. ``ours``: bodies that we wrote."""
+    needs = kept.needs if kept is not None else ()
+    rows = db.execute("SELECT rowid, CAST(id AS BLOB) FROM bodies WHERE grp = ?", (group,))
+    there = {str(i, "utf-8", "replace"): rowid for rowid, i in rows.fetchall()}
+    stays = ours.intersection(there).intersection(needs)
+    db.executemany("DELETE FROM bodies WHERE rowid = ?", [(rowid,) for i, rowid in there.items() if i not in stays])
+    if kept is None:
+        db.execute("DELETE FROM kept WHERE grp = ?", (group,))
+        return
+    new = [(group, i, kept.bodies[i]) for i in needs if i not in stays]
+    db.executemany("INSERT INTO bodies (grp, id, body) VALUES (?, ?, ?)", new)
+    ours.clear()
+    ours.update(needs)
+    layouts = json.dumps([[i, len(d)] for i, d in kept.digests])
+    digests = b"".join(d for _, d in kept.digests)
+    row = (group, kept.update_id, kept.manifest_id, kept.verify, layouts, digests, kept.seal)
+    columns = "grp, update_id, manifest, verify, layouts, digests, seal"
+    db.execute(f"INSERT OR REPLACE INTO kept ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+
+
+def _kept(db: sqlite3.Connection, group: str) -> Kept | None:
+    """As it was stored. What cannot be read comes back without digests, so that its seal does not fit: it is no ground
+    to refuse a whole store."""
+    columns = ("update_id", "manifest", "verify", "layouts", "seal", "digests")
+    query = f"SELECT {', '.join(f'CAST({c} AS BLOB)' for c in columns)} FROM kept WHERE grp = ?"
+    row = db.execute(query, (group,)).fetchone()
+    if row is None:
+        return None
+    packed = row[5]
+    update_id, manifest_id, verify, layouts, seal = (str(text, "utf-8", "replace") for text in row[:5])
+    digests: list[tuple[str, bytes]] = []
+    try:
+        at = 0
+        for body_id, size in json.loads(layouts):
+            digests.append((str(body_id), bytes(packed[at : at + size])))
+            at += size
+    except (TypeError, ValueError):
+        digests = []
+    rows = db.execute("SELECT CAST(id AS BLOB), CAST(body AS BLOB) FROM bodies WHERE grp = ?", (group,))
+    bodies = {str(i, "utf-8", "replace"): bytes(body) for i, body in rows}
+    return Kept(update_id, manifest_id, verify, tuple(digests), bodies, seal)
 
 
 def _unfit(kind: str, e: Exception) -> StoreError:

@@ -77,7 +77,10 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineUpdate:
-    """The update to take. ``mode`` is STAGED or IN_PLACE, ``cache`` one of the engine's policies."""
+    """The update to take. ``mode`` is STAGED or IN_PLACE, ``cache`` one of the engine's policies.
+
+    ``holds``: the committed update that this brings, where it is a catch-up, which has an id of its own.
+    """
 
     update_id: str
     version: int
@@ -86,11 +89,12 @@ class EngineUpdate:
     mode: Mode
     cache: CachePolicy
     manifest: Manifest
+    holds: Held | None = None
 
     @property
     def held(self) -> Held:
         """What the engine holds once this is committed."""
-        return Held(self.version, self.update_id)
+        return self.holds or Held(self.version, self.update_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +249,11 @@ class Engine(ABC):
         """Requests in flight."""
         return 0
 
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What the fleet is to know of it, beside the labels that its agent is given (which win). Default: nothing."""
+        return {}
+
     # --- sleep: the engine's memory is another's for a while; "sleep" then holds generation paused
 
     @property
@@ -261,15 +270,22 @@ class Engine(ABC):
         """What is released now: "weights", "kv_cache"."""
         return frozenset()
 
+    def heed_sleep(self) -> None:
+        """Somebody else put it to sleep or woke it up, as ``asleep`` says: hold generation, or let go. Default: none
+        does."""
+        return None
+
     def sleep(self, level: int) -> None:
         """Stand still and release all. Level 1 keeps requests in flight; level 2 leaves it mixed: its weights are gone.
 
-        Raising says that it does not sleep, or that ``asleep`` says how far it came.
+        Refused while an update is open or a part of it sleeps. Raising says that it does not sleep, or that
+        ``asleep`` says how far it came.
         """
         raise EngineError(self.sleep_refusal)
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Bring ``tags`` back; with the last one generation goes on. Refused where it would serve lost weights."""
+        """Bring ``tags`` back, the weights first; with the last one generation goes on. Refused where it would serve
+        lost weights."""
         raise EngineError(self.sleep_refusal)
 
     @abstractmethod

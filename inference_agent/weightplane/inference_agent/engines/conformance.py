@@ -22,6 +22,7 @@ from weightplane.transports.digest import digest_tensor
 from weightplane.transports.dtypes import as_bytes, dtype_of, int_view
 
 from .base import Engine, EngineClosed, EngineError, EngineUpdate, RequestAborted
+from .conformance_sleep import SleepCases
 
 __all__ = ["EngineConformance", "fill", "values_for"]
 
@@ -45,7 +46,7 @@ def fill(engine: Engine, manifest: Manifest, values: dict[int, torch.Tensor], wo
             int_view(tensor).copy_(int_view(source))
 
 
-class EngineConformance(ABC):
+class EngineConformance(SleepCases, ABC):
     """Subclass with ``build`` and ``manifest_of``; name the class ``Test…``."""
 
     @abstractmethod

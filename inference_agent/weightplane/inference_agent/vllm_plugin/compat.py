@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "DRAFT",
     "RUN",
     "Handed",
+    "draft",
     "handed",
     "is_deferred_attention",
     "lacks",
@@ -22,6 +24,7 @@ __all__ = [
     "note",
     "refusals",
     "requantises",
+    "worker_class",
 ]
 
 #: Releases that ran, and where. All others are judged by their signatures (``tests/vllm/test_compat.py``).
@@ -46,6 +49,8 @@ _USED: Mapping[str, Sequence[str]] = {
 _REQUANTISED = ("fp8",)
 #: Ways to speculate that have no weights.
 _WEIGHTLESS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
+#: The setting of a draft model, in ``refusals``: it alone may be declared frozen.
+DRAFT = "speculative_config"
 
 
 def note(version: str) -> str:
@@ -121,6 +126,16 @@ def handed(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
     )
 
 
+def worker_class(parallel_config: Any) -> type | None:
+    """The class of this vLLM's workers, which its config names once it is made."""
+    module, _, name = str(getattr(parallel_config, "worker_cls", "")).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name) if module else None
+    except (ImportError, AttributeError):
+        found = None
+    return found if isinstance(found, type) else None
+
+
 def requantises(method: str) -> bool:
     """Whether this vLLM's reload quantises again as it did at its start: its ``method`` waits until a layer is whole.
 
@@ -135,20 +150,26 @@ def requantises(method: str) -> bool:
     return hasattr(online, "initialize_online_processing")
 
 
+def draft(vllm_config: Any) -> str:
+    """How vLLM speculates, if with a model of its own; else empty."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    method = getattr(speculative, "method", None) or "draft_model"
+    return "" if speculative is None or method in _WEIGHTLESS else str(method)
+
+
 def refusals(vllm_config: Any, device: str = "cpu") -> list[tuple[str, str]]:
     """(setting, why it cannot be updated and what to do): found before the first byte of every update.
 
     ``device``: the kind that the weights lie on.
     """
     found = []
-    speculative = getattr(vllm_config, "speculative_config", None)
-    method = getattr(speculative, "method", None)
-    if speculative is not None and method not in _WEIGHTLESS:
+    if method := draft(vllm_config):
         text = (
-            f"speculative_config: vLLM drafts with a model of its own ({method or 'draft_model'}), whose weights would "
-            f"stay as they are: start vLLM without speculative_config, or with method ngram or suffix"
+            f"speculative_config: vLLM drafts with a model of its own ({method}), whose weights would "
+            f"stay as they are: start vLLM without speculative_config, or with method ngram or suffix, or declare that "
+            f"they are to stay (--engine-option frozen_draft=true)"
         )
-        found.append(("speculative_config", text))
+        found.append((DRAFT, text))
     quantised = getattr(vllm_config, "quant_config", None)
     kind = getattr(vllm_config.model_config, "quantization", None) or type(quantised).__name__
     again = device == "cuda" and requantises(kind)

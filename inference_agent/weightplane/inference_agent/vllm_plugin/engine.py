@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from . import compat
 from .session import WorkerSession
-from .sleeping import sleep_refusal
+from .sleeping import listen, sleep_refusal
 from .wire import PROTOCOL, Hello
 
 __all__ = ["InitInfo", "UpdateInfo", "WeightplaneTransferEngine"]
@@ -33,11 +33,13 @@ log = logging.getLogger("weightplane.vllm")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Attach to the agent that listens at ``socket`` and knows ``token``. ``max_host_bytes``: of staging, 0 = any."""
+    """Attach to the agent that listens at ``socket`` and knows ``token``. ``max_host_bytes``: of staging, 0 = any.
+    ``frozen_draft``: a draft model is to stay as it is."""
 
     socket: str = ""
     token: str = ""
     max_host_bytes: int = 0
+    frozen_draft: bool = False
 
 
 @dataclass
@@ -83,6 +85,9 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             quantized=getattr(self.vllm_config, "quant_config", None) is not None,
             refusals=compat.refusals(self.vllm_config, self.device.type),
         )
+        self.worker.attended = lambda: self._session is not None and not self._session.over
+        if (of := compat.worker_class(self._parallel)) is not None:
+            listen(of, _witness)
 
     def _target(self) -> tuple[torch.nn.Module, Any]:
         if self.model is None:
@@ -98,6 +103,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         if self._session is not None:
             self._session.stop()
         self.worker.limit_host(init_info.max_host_bytes or None)
+        self.worker.declare_frozen(init_info.frozen_draft)
         self._session = WorkerSession(self.worker, init_info.socket, self._hello(init_info.token)).start()
 
     def _hello(self, token: str) -> Hello:
@@ -121,6 +127,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             staging_refusal=self.worker.staging_refusal() if self.model is not None else "",
             sleep_refusal=sleep_refusal(self.vllm_config, self.device.type),
             state=self.worker.state,
+            draft=compat.draft(self.vllm_config),
         )
 
     def start_weight_update(self) -> None:
@@ -161,3 +168,9 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
     def trainer_send_weights(*_: Any, **__: Any) -> None:
         """Not ours: some releases of vLLM demand it of an engine."""
         raise NotImplementedError("weightplane's trainers publish: weightplane.trainer_agent.Publisher")
+
+
+def _witness(vllm_worker: Any) -> Any:
+    """Our worker inside one of vLLM's, if it has one."""
+    engine = getattr(vllm_worker, "weight_transfer_engine", None)
+    return getattr(engine, "worker", None) if isinstance(engine, WeightplaneTransferEngine) else None

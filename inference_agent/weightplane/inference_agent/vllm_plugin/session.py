@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weightplane.transports.base import ChannelAborted, ChannelTimeout, PeerLost, TransportError
 
 from ..engines.base import EngineError
-from .wire import Hello, Link, LinkLost, State
+from .wire import Hello, Link, LinkLost, State, same_user
 
 if TYPE_CHECKING:
     from .worker import WorkerReplica
@@ -71,11 +71,12 @@ class WorkerSession:
         sock.settimeout(_CONNECT_S)
         try:
             sock.connect(self._path)
+            same_user(sock)  # whoever reaches vLLM's HTTP port can name a path to us
         except OSError as e:
             sock.close()
             raise RuntimeError(
                 f"weightplane: worker {self._hello.rank} cannot reach its agent's socket {self._path}: {e}; the agent "
-                f"runs on the same host and shares that folder with vLLM (--engine-option socket_dir=…)"
+                f"runs on this host as this user and shares that folder with vLLM (--engine-option socket_dir=…)"
             ) from e
         sock.settimeout(None)
         self._link = Link(sock)
@@ -91,6 +92,11 @@ class WorkerSession:
         self._ended.set()
         if self._link is not None:
             self._link.close()
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent is gone, or was let go."""
+        return self._ended.is_set()
 
     def _tell_state(self, state: State) -> None:
         self._send({"tell": "state", **state.json()})
@@ -131,6 +137,8 @@ class WorkerSession:
         if m["do"] == "abort":  # here and now: the data thread may be what is to be freed
             self._worker.abort(m["update_id"], m["reason"])
             return
+        if m["do"] == "drop":  # it comes behind what the data thread does by itself
+            self._worker.leave(m["update_id"], m["reason"])
 
         def work() -> None:
             try:

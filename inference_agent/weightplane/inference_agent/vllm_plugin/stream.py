@@ -206,6 +206,8 @@ class StreamWorker(Worker):
     stream: Stream
     names: Callable[[int], list[str]]  # by manifest index of a root: what the loaders take of its bytes
     landing: Landing | None = field(default=None, kw_only=True)  # where tensors are made; else in fresh host memory
+    #: The ledger hashes all, and of these regions the receipt tells (None: of all; empty: it has no digests).
+    asked: frozenset[int] | None = field(default=None, kw_only=True)
     _open: dict[int, tuple[torch.Tensor, Box]] = field(default_factory=dict, kw_only=True)
     _left: dict[int, int] = field(default_factory=dict, kw_only=True)
 
@@ -264,4 +266,7 @@ class StreamWorker(Worker):
 
     def packed(self) -> list[int]:
         """See ``Worker``."""
-        return list(self.ledger.packed())
+        found = list(self.ledger.packed())
+        if self.asked is None or not self.asked:
+            return found if self.asked is None else []
+        return [digest if r in self.asked else 0 for r, digest in zip(self.share.regions, found, strict=True)]

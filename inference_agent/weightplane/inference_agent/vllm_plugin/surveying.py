@@ -7,6 +7,7 @@ parameters would stay incomplete. Runs on the worker's main thread only; nothing
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,15 +23,17 @@ from weightplane.inference_agent.engines.mismatch import ProblemKind
 from weightplane.transports.dtypes import dtype_of
 
 from .compat import is_deferred_attention, load_numel
+from .directly import DirectMap, Indirect, direct_map
+from .recording import CopyRecorder, Key
 from .restoring import restore
 
 __all__ = ["Key", "Survey", "checkpoint_bytes", "cpu_experts", "survey"]
 
+log = logging.getLogger("weightplane.vllm")
+
 _MOST_BAD = 25  # names whose loader refused them, after which the survey ends
 #: What some checkpoints hold and every loader drops: tables that the model computes itself.
 _COMPUTED = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-
-Key = tuple[str, str]  # (module, tensor in it)
 
 
 @dataclass
@@ -38,7 +41,8 @@ class Survey:
     """Where a manifest goes in this worker. ``problems``: (kind, name, text); empty if it can be loaded.
 
     ``taken``: names that some loader here takes. ``expected``: elements that the loaders write, by (module, tensor).
-    ``tied``: modules whose weight is another's and is loaded under that one's name.
+    ``tied``: modules whose weight is another's and is loaded under that one's name. ``direct``: the way past the
+    loaders, or ``indirect`` says why there is none.
     """
 
     taken: set[str] = field(default_factory=set)
@@ -47,6 +51,8 @@ class Survey:
     untaken: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
+    direct: DirectMap | None = None
+    indirect: str = ""
 
     def problem(self, kind: ProblemKind, name: str, text: str) -> None:
         """Note one."""
@@ -63,12 +69,13 @@ def survey(model: nn.Module, manifest: Manifest, device: torch.device, quantized
     """Record where the model's loader puts every tensor of ``manifest``. Nothing is written, the model is whole."""
     out = Survey()
     homes = _homes(model)
-    recorder = _Recorder()
+    recorder, seen = _Recorder(), CopyRecorder()
     with torch.device(device):
         layerwise.initialize_layerwise_reload(model)
     try:
-        recorder.install(model)
-        _feed(model, manifest, recorder, out)
+        recorder.install(model, seen)
+        with seen:
+            _feed(model, manifest, recorder, seen, out)
         sizes = recorder.sizes
     finally:
         recorder.remove()
@@ -82,11 +89,36 @@ def survey(model: nn.Module, manifest: Manifest, device: torch.device, quantized
     _check_tied(manifest, homes, recorder, out)
     if device.type == "cpu":
         _check_padded_experts(model, out)
+    try:
+        out.direct = _direct(model, manifest, seen, device, quantized, out)
+    except Indirect as e:
+        out.indirect = str(e)
+    except Exception as e:  # the loaders do without
+        log.exception("what vLLM's loaders did was not understood")
+        out.indirect = f"what they did was not understood: {type(e).__name__}: {e}"
     return out
+
+
+def _direct(
+    model: nn.Module, manifest: Manifest, seen: CopyRecorder, device: torch.device, quantized: bool, out: Survey
+) -> DirectMap:
+    if out.problems:
+        raise Indirect(out.problems[0][2])
+    if quantized:
+        raise Indirect("vLLM quantises the weights")
+    try:
+        from .fitting import unfit
+    except ImportError as e:
+        raise Indirect(f"this vLLM is not as those that were looked into: {e}") from e
+    if why := unfit(model, device, {m for m, _ in out.expected}):
+        raise Indirect(why)
+    return direct_map(model, manifest, seen, device, out.expected)
 
 
 class _Recorder:
     """Stands in for the loaders of every parameter: runs the original on meta tensors and counts."""
+
+    seen: CopyRecorder
 
     def __init__(self) -> None:
         self.current = self.failing = ""
@@ -98,8 +130,12 @@ class _Recorder:
         self.mistyped: dict[str, str] = {}
         self._replaced: list[tuple[Any, Any]] = []
 
-    def install(self, model: nn.Module) -> None:
+    def install(self, model: nn.Module, seen: CopyRecorder) -> None:
+        self.seen = seen
         for module_name, layer in model.named_modules():
+            for name, tensor in get_layer_tensors(layer).items():
+                if tensor.is_meta:
+                    seen.target((module_name, name), tensor)
             if is_deferred_attention(layer):
                 continue  # scales of attention: optional in every checkpoint
             for name, tensor in get_layer_tensors(layer).items():
@@ -120,11 +156,12 @@ class _Recorder:
             bound.apply_defaults()
             given = [v for k, v in bound.arguments.items() if k != "param"]
             name = self._name_of(given)
-            param = bound.arguments.get("param")
+            param: Any = bound.arguments.get("param")
             if isinstance(param, torch.Tensor):
                 self._check_dtype(name, given, param)
                 if not param.is_meta:  # biases stay where they are during a reload: nothing may be written to them
-                    bound.arguments["param"] = meta.to_meta_tensor(param)
+                    stand_in = bound.arguments["param"] = meta.to_meta_tensor(param)
+                    self.seen.target(key, stand_in)
             self.failing = name
             numel, result = meta.get_numel_loaded(original, bound)
             self.failing = ""
@@ -158,7 +195,7 @@ class _Recorder:
         self._replaced.clear()
 
 
-def _feed(model: nn.Module, manifest: Manifest, recorder: _Recorder, out: Survey) -> None:
+def _feed(model: nn.Module, manifest: Manifest, recorder: _Recorder, seen: CopyRecorder, out: Survey) -> None:
     """Give every name to the loader. One that it refuses is a problem by name; the others are given again.
 
     (Loaders read ahead and group what they read: what was given when one failed may have been lost with it.)
@@ -172,6 +209,7 @@ def _feed(model: nn.Module, manifest: Manifest, recorder: _Recorder, out: Survey
                 continue
             tensor = torch.empty(t.shape, dtype=dtype_of(t.dtype), device="meta")
             alive.append(tensor)
+            seen.source(t.name, tensor)
             recorder.given[id(tensor)] = recorder.current = t.name
             yield t.name, tensor
 

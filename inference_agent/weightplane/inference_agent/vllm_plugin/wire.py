@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
+import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,6 +25,7 @@ from weightplane.controlplane.core.placement import Box
 from weightplane.controlplane.core.plan import Bucket, Plan, Region, Segment
 
 __all__ = [
+    "MOST",
     "PROTOCOL",
     "Hello",
     "Link",
@@ -35,11 +38,12 @@ __all__ = [
     "manifest_json",
     "plan_from",
     "plan_json",
+    "same_user",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 
-_MOST = 1 << 30  # of one frame
+MOST = 1 << 30  # bytes of one frame
 _HEAD = 4
 
 
@@ -47,11 +51,18 @@ class LinkLost(ConnectionError):
     """The other end of the socket is gone."""
 
 
+def same_user(sock: socket.socket) -> None:
+    """``PermissionError`` unless this user, or root, is at the other end: a path alone says nothing of who listens."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid not in (os.getuid(), 0):
+        raise PermissionError(f"a process of user {uid} is at the other end; this one runs as {os.getuid()}")
+
+
 class Link:
     """One connection. ``send`` from any thread; ``receive`` from one; ``close`` from any, and wakes ``receive``."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, most: int = MOST) -> None:
+        self._sock, self.most = sock, most
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -66,8 +77,8 @@ class Link:
     def receive(self) -> dict[str, Any]:
         """The next frame. ``LinkLost`` at its end, or if what comes is no frame of ours."""
         size = int.from_bytes(self._exactly(_HEAD), "big")
-        if size > _MOST:
-            raise LinkLost(f"a frame of {size} bytes was announced, the most is {_MOST}")
+        if size > self.most:
+            raise LinkLost(f"a frame of {size} bytes was announced, the most is {self.most}")
         try:
             message = json.loads(self._exactly(size))
         except ValueError as e:
@@ -135,7 +146,7 @@ class Hello:
     """A worker's first word. ``rank`` of ``world`` in its engine; ``life`` is fresh per process.
 
     ``device``: "cpu" or "cuda", with the GPU's ``uuid``. ``staging_refusal``, ``sleep_refusal``: why it cannot stage
-    or sleep; empty if it can.
+    or sleep; empty if it can. ``draft``: how it speculates, if with a model of its own.
     """
 
     protocol: int
@@ -151,6 +162,7 @@ class Hello:
     staging_refusal: str
     sleep_refusal: str
     state: State
+    draft: str = ""
 
     def json(self) -> dict[str, Any]:
         """As it travels."""

@@ -1,17 +1,19 @@
 """``vllm``: a stock vLLM as an engine. Its workers hold sessions to this adapter and take the bytes themselves.
 
-A staged update: bytes land in each worker's host slot while vLLM generates; then, paused, each worker loads its slot
-through vLLM's own loaders (``vllm_plugin.loading``). In place: paused, each worker hands the tensors to those loaders
-as they come (``vllm_plugin.stream``). vLLM's weight version becomes ours, caches are handled, and the replica commits.
+A staged update: bytes land in each worker's slot while vLLM generates; then, paused, each worker loads its slot. In
+place: paused, each worker loads tensors as they come. Both go through vLLM's own loaders (``vllm_plugin.loading``), or
+past them where the way is known (``vllm_plugin.directly``): then a slot is copied, in place bytes come straight to
+live memory, and that is read back. vLLM's weight version becomes ours, caches are handled, and the replica commits.
 ``held`` and ``mixed`` are the workers' own words.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from typing import Any
 
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import (
@@ -57,6 +59,8 @@ class VllmEngine(Attached):
 
     ``socket_dir``: where the workers' socket is made (shared with vLLM where that runs in a container of its own).
     ``max_host_bytes``: per worker; where a copy of the model is more, updates come in place.
+    ``direct``: go past vLLM's loaders where that is known to be the same. ``frozen_draft``: a draft model stays as it
+    is, and is no reason to refuse updates.
     ``start_timeout_s``: how long to wait for vLLM at first; ``apply_timeout_s``: how long one load may take before the
     replica counts as DIRTY.
     """
@@ -69,10 +73,14 @@ class VllmEngine(Attached):
         max_host_bytes: int | None = None,
         start_timeout_s: float = 600.0,
         apply_timeout_s: float = 300.0,
+        direct: bool = True,
+        frozen_draft: bool = False,
     ) -> None:
-        self._apply_s = apply_timeout_s
+        self._apply_s, self._direct = apply_timeout_s, direct
+        self._read_back = False  # the update under way shows what lies in live memory
+        self._loads: tuple[Mapping[str, Any], ...] = ()
         self._streaming: Future[None] | None = None  # in place: vLLM's call that loads what comes
-        super().__init__(driver, socket_dir, max_host_bytes, start_timeout_s)
+        super().__init__(driver, socket_dir, max_host_bytes, start_timeout_s, frozen_draft)
 
     # --- what it is and holds
 
@@ -104,8 +112,15 @@ class VllmEngine(Attached):
 
     @property
     def evidence(self) -> Evidence:
-        """CONSUMED: vLLM's kernels keep weights in layouts of their own, which cannot be read back in general."""
-        return Evidence.CONSUMED
+        """CONSUMED: vLLM's kernels keep weights in layouts of their own, which cannot be read back in general. LIVE
+        while an update in place is under way that every worker takes past vLLM's loaders."""
+        return Evidence.LIVE if self._read_back else Evidence.CONSUMED
+
+    @property
+    def loads(self) -> tuple[Mapping[str, Any], ...]:
+        """Of each worker's newest load: its ``way`` ("direct", "loaders" and ``why``), ``elements``, ``load_s``, and
+        whether live memory was ``read_back``."""
+        return self._loads
 
     @property
     def serving_address(self) -> str:
@@ -152,6 +167,9 @@ class VllmEngine(Attached):
             text = f"the manifest has {name!r}, which no loader of vLLM takes"
             problems.setdefault(("extra", name), Problem(ProblemKind.EXTRA, name, text))
         dropped: set[str] = {n for s in found for n in s["dropped"]}
+        for w, said in enumerate(found):
+            if why := said.get("indirect"):
+                log.info("worker %d: updates go through vLLM's loaders: %s", w, why)
         return Description(tuple(placements), tuple(problems.values()), ignored=tuple(sorted(dropped)))
 
     def _ensure(self, manifest: Manifest) -> None:
@@ -159,7 +177,7 @@ class VllmEngine(Attached):
         if all(a["known"] for a in self._each("knows", CALL_S, manifest_id=manifest.id)):
             return
         self._each("manifest", CALL_S, manifest=manifest_json(manifest))
-        self._driver.update({"do": "survey", "manifest_id": manifest.id}, None, self._apply_s)
+        self._driver.update({"do": "survey", "manifest_id": manifest.id}, lambda: None, self._apply_s)
 
     # --- workers elsewhere
 
@@ -271,15 +289,17 @@ class VllmEngine(Attached):
             raise EngineError(f"cache policy {update.cache}: this engine has {', '.join(self.cache_policies)}")
         self._check_awake()
         self._ensure(update.manifest)
-        self._each(
+        ways = self._each(
             "begin",
             CALL_S,
             update_id=update.update_id,
             version=update.version,
             manifest_id=update.manifest.id,
             in_place=update.mode is Mode.IN_PLACE,
+            direct=self._direct,
         )
         self._update = update
+        self._read_back = update.mode is Mode.IN_PLACE and all(w.get("direct") for w in ways)
 
     def _check_awake(self) -> None:
         if "weights" in self.asleep():
@@ -304,9 +324,12 @@ class VllmEngine(Attached):
         self._check_paused()
         future = self._streaming = Future()
 
+        def label() -> str | None:
+            return str(u.version) if self._update is u else None  # dropped meanwhile: what it held is what it is called
+
         def work() -> None:
             try:
-                self._driver.update({"do": "stream", "update_id": update_id}, str(u.version), self._apply_s)
+                self._driver.update({"do": "stream", "update_id": update_id}, label, self._apply_s)
             except Exception as e:
                 future.set_exception(e)
             else:
@@ -327,7 +350,8 @@ class VllmEngine(Attached):
         if u.mode is not Mode.IN_PLACE:
             self._check_awake()
             return
-        self._each("streamed", CALL_S, update_id=update_id)
+        said = self._each("streamed", CALL_S, update_id=update_id)
+        self._read_back = self._read_back and all(s.get("read_back") for s in said)
         streaming, self._streaming = self._streaming, None
         if streaming is None:
             raise EngineError(f"update {update_id}: nothing was received, nothing was loaded")
@@ -335,7 +359,7 @@ class VllmEngine(Attached):
             streaming.result(self._apply_s)
         except TimeoutError as e:
             raise EngineError(f"vLLM did not finish its load within {self._apply_s:.0f} s") from e
-        self._each("applied", CALL_S, update_id=update_id)
+        self._loads = tuple(self._each("applied", CALL_S, update_id=update_id))
 
     def _check_paused(self) -> None:
         if not self._desk.in_force() or not self._driver.is_paused(QUICK_S):
@@ -344,19 +368,20 @@ class VllmEngine(Attached):
     def apply(self, update_id: str) -> None:
         """See ``Engine``. One call to vLLM; how it went is asked of every worker."""
         u = self._open(update_id)
+        self._check_awake()
         self._check_paused()
         self._mixed = f"update {update_id} is being applied"
-        self._driver.update({"do": "apply", "update_id": update_id}, str(u.version), self._apply_s)
-        self._each("applied", CALL_S, update_id=update_id)
+        self._driver.update({"do": "apply", "update_id": update_id}, lambda: str(u.version), self._apply_s)
+        self._loads = tuple(self._each("applied", CALL_S, update_id=update_id))
 
     def commit(self, update_id: str) -> None:
         """See ``Engine``."""
         u = self._open(update_id)
-        if u.cache is CachePolicy.CLEAR:
+        if u.cache is CachePolicy.CLEAR and not self._desk.cleared("update"):
             self._driver.clear_cache(CALL_S)
-        self._each("commit", CALL_S, update_id=update_id)
+        self._each("commit", CALL_S, update_id=update_id, holds=u.held.update_id)
         self._mixed = ""
-        self._update, self._streaming = None, None
+        self._update, self._streaming, self._read_back = None, None, False
         self._desk.resume("dirty")
 
     def abort(self, update_id: str, wrote: bool, reason: str) -> None:
@@ -365,7 +390,7 @@ class VllmEngine(Attached):
         if u is not None and update_id not in ("", u.update_id):
             return
         applied = u is not None and self._mixed.startswith(f"update {u.update_id} ")
-        self._update, self._streaming = None, None
+        self._update, self._streaming, self._read_back = None, None, False
         if (wrote and u is not None) or applied:
             wrote = True
             self._fence(reason)

@@ -12,7 +12,7 @@ from typing import Any
 
 from weightplane.controlplane.core.model import PauseMode
 
-from .drivers import Driver, DriverError, DriverTimeout, labelled
+from .drivers import Driver, DriverError, DriverTimeout, Label, labelled
 
 __all__ = ["AsyncDriver"]
 
@@ -80,7 +80,7 @@ class AsyncDriver(Driver):
         if last:
             self.resume(timeout)
 
-    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
+    def update(self, info: Mapping[str, Any], label: Label, timeout: float) -> None:
         """See ``Driver``. An update that somebody left open is closed first."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 

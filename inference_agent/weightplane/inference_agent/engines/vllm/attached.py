@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from weightplane.controlplane.core.model import PauseMode
@@ -31,10 +32,15 @@ class Attached(Engine):
     """An engine whose workers dial a socket of ours. ``start_timeout_s``: how long to wait for vLLM at first."""
 
     def __init__(
-        self, driver: Driver, socket_dir: str | None, max_host_bytes: int | None, start_timeout_s: float
+        self,
+        driver: Driver,
+        socket_dir: str | None,
+        max_host_bytes: int | None,
+        start_timeout_s: float,
+        frozen_draft: bool = False,
     ) -> None:
         super().__init__()
-        self._driver, self._most_host = driver, max_host_bytes
+        self._driver, self._most_host, self._frozen = driver, max_host_bytes, frozen_draft
         self._lock = threading.Condition()
         self._tokens: dict[str, int] = {}
         self._links: dict[tuple[int, int], WorkerLink] = {}
@@ -44,7 +50,7 @@ class Attached(Engine):
         self._update: EngineUpdate | None = None
         self._mixed = ""
         self._closed = threading.Event()
-        self._desk = PauseDesk(driver, self._note_pause)
+        self._desk = PauseDesk(driver, self._note_pause, lambda: bool(self.asleep()))
         self._listener = Listener(socket_dir, self._met)
         try:
             self._attach_first(start_timeout_s)
@@ -85,7 +91,8 @@ class Attached(Engine):
             self._tokens = {t: i for i, t in enumerate(tokens)}
         self._listener.expect(set(tokens))
         most = self._most_host or 0
-        infos = [{"socket": self._listener.path, "token": t, "max_host_bytes": most} for t in tokens]
+        mine = {"socket": self._listener.path, "max_host_bytes": most, "frozen_draft": self._frozen}
+        infos = [{**mine, "token": t} for t in tokens]
         self._driver.initialise(infos, CALL_S)
         with self._lock:
             if not self._lock.wait_for(self._complete, CALL_S):
@@ -169,9 +176,23 @@ class Attached(Engine):
         """See ``Engine``."""
         return "; ".join(sorted({h.sleep_refusal for h in self._hellos() if h.sleep_refusal}))
 
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """See ``Engine``: a draft model that was declared frozen."""
+        return {"draft": "frozen"} if self._frozen and any(h.draft for h in self._hellos()) else {}
+
     def asleep(self) -> frozenset[str]:
         """See ``Engine``. As noted with the workers: it is they who are without their memory, whoever the agent is."""
         return frozenset(t for k in self._attached if not k.lost for t in k.state.asleep)
+
+    def heed_sleep(self) -> None:
+        """See ``Engine``. Awake, vLLM goes on by itself: whoever else holds it pauses it again."""
+        if self.asleep():
+            if "sleep" not in self._desk.holders:
+                self._desk.adopt("sleep")
+        elif "sleep" in self._desk.holders:
+            self._desk.forget("sleep")
+            self._desk.again()
 
     def _note_pause(self, holders: tuple[str, ...]) -> None:
         for link in self._attached:

@@ -11,7 +11,10 @@ from weightplane.controlplane.core.model import PauseMode
 
 from ..base import EngineError
 
-__all__ = ["Driver", "DriverError", "DriverTimeout", "labelled"]
+__all__ = ["Driver", "DriverError", "DriverTimeout", "Label", "labelled"]
+
+#: vLLM's weight version after an update, asked for when its bytes were loaded or dropped; ``None`` leaves it as it is.
+Label = Callable[[], str | None]
 
 
 class DriverError(EngineError):
@@ -22,9 +25,9 @@ class DriverTimeout(DriverError):
     """vLLM did not answer in time: whether it did what was asked is unknown."""
 
 
-def labelled(finish: Callable[..., Any], label: str | None) -> dict[str, Any]:
+def labelled(finish: Callable[..., Any], label: Label) -> dict[str, Any]:
     """What ``finish_weight_update`` takes: vLLM's weight version, in releases that have one (0.26 has not)."""
-    return {"weight_version": label} if "weight_version" in inspect.signature(finish).parameters else {}
+    return {"weight_version": label()} if "weight_version" in inspect.signature(finish).parameters else {}
 
 
 class Driver(ABC):
@@ -32,6 +35,8 @@ class Driver(ABC):
 
     #: For people: how it is reached.
     name: str = "driver"
+    #: A pause that clears the cache has done so when it returns (but one that drains): nothing is cached after it.
+    clears_as_it_pauses = False
 
     @property
     @abstractmethod
@@ -76,8 +81,8 @@ class Driver(ABC):
         """Bring ``tags`` back; with the ``last`` ones vLLM lets generation go on."""
 
     @abstractmethod
-    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
-        """Start, update and finish, on every worker; with a ``label`` that is vLLM's weight version afterwards."""
+    def update(self, info: Mapping[str, Any], label: Label, timeout: float) -> None:
+        """Start, update and finish, on every worker."""
 
     @abstractmethod
     def clear_cache(self, timeout: float) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from weightplane.controlplane.core.model import PauseMode
 
-from .drivers import Driver, DriverError, DriverTimeout
+from .drivers import Driver, DriverError, DriverTimeout, Label
 
 __all__ = ["HttpDriver"]
 
@@ -96,11 +96,10 @@ class HttpDriver(Driver):
         if last:
             self._all("POST", "/resume", timeout)  # releases before 0.32 leave that to the caller
 
-    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
+    def update(self, info: Mapping[str, Any], label: Label, timeout: float) -> None:
         """See ``Driver``. An update that somebody left open is closed first: ours has no effect before its middle."""
         end = time.monotonic() + timeout
         body = {"update_info": dict(info)}
-        finish = {"weight_version": label} if label is not None else {"weight_version": None}
 
         def one(i: int) -> Any:
             try:
@@ -111,7 +110,7 @@ class HttpDriver(Driver):
                 self._call(i, "POST", "/finish_weight_update", _left(end), {"weight_version": None})
                 self._call(i, "POST", "/start_weight_update", _left(end))
             self._call(i, "POST", "/update_weights", _left(end), body)
-            return self._call(i, "POST", "/finish_weight_update", _left(end), finish)
+            return self._call(i, "POST", "/finish_weight_update", _left(end), {"weight_version": label()})
 
         self._each(one)
 

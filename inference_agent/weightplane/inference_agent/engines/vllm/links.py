@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import itertools
 import logging
-import os
 import shutil
 import socket
 import struct
@@ -19,7 +18,7 @@ from typing import Any
 
 from weightplane.inference_agent.threads import detached
 from weightplane.inference_agent.vllm_plugin.session import error_from
-from weightplane.inference_agent.vllm_plugin.wire import Hello, Link, LinkLost, State
+from weightplane.inference_agent.vllm_plugin.wire import MOST, Hello, Link, LinkLost, State, same_user
 from weightplane.transports.base import ChannelAborted
 
 from ..base import EngineError
@@ -29,6 +28,8 @@ __all__ = ["Listener", "WorkerLink"]
 log = logging.getLogger("weightplane.inference_agent")
 
 _HELLO_S = 10.0
+_FIRST = 64 << 10  # bytes of a hello: what one who has not shown the token may make us hold
+_GREETED = 64  # at once; others wait in the socket's queue
 _SEND_S = 10  # a worker that is stopped takes nothing more: then its connection counts as lost
 _LOOK_S = 0.1
 
@@ -134,6 +135,7 @@ class Listener:
         self.path = str(self.folder / "agent.sock")
         self._on_hello = on_hello
         self._tokens: set[str] = set()
+        self._room = threading.BoundedSemaphore(_GREETED)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._sock.bind(self.path)
@@ -163,20 +165,26 @@ class Listener:
                 sock, _ = self._sock.accept()
             except OSError:
                 return
+            self._room.acquire()
             threading.Thread(target=self._greet, args=(sock,), name="weightplane-greet", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
         try:
-            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if uid not in (os.getuid(), 0):
-                raise ValueError(f"a process of user {uid} dialled; this agent runs as {os.getuid()}")
+            self._let_in(sock)
+        finally:
+            self._room.release()
+
+    def _let_in(self, sock: socket.socket) -> None:
+        try:
+            same_user(sock)
             sock.settimeout(_HELLO_S)
-            link = Link(sock)
+            link = Link(sock, _FIRST)
             m = link.receive()
             token = str(m.pop("token", ""))
             if m.pop("tell", "") != "hello" or not any(hmac.compare_digest(token, t) for t in self._tokens):
                 raise ValueError("it does not know the token of this attachment")
             hello = Hello.of({**m, "token": token})
+            link.most = MOST
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         except (OSError, ValueError, KeyError, TypeError) as e:

@@ -18,7 +18,7 @@ from typing import Any
 from weightplane.controlplane.core.model import PauseMode
 from weightplane.inference_agent.threads import detached
 
-from .drivers import Driver, DriverError, DriverTimeout, labelled
+from .drivers import Driver, DriverError, DriverTimeout, Label, labelled
 
 __all__ = ["OfflineDriver"]
 
@@ -29,6 +29,7 @@ class OfflineDriver(Driver):
     """``llm``: an ``LLM`` with ``weight_transfer_config={"backend": "weightplane"}``. One driver per ``llm``."""
 
     name = "LLM"
+    clears_as_it_pauses = True
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -109,7 +110,7 @@ class OfflineDriver(Driver):
         if last:
             self.resume(timeout)
 
-    def update(self, info: Mapping[str, Any], label: str | None, timeout: float) -> None:
+    def update(self, info: Mapping[str, Any], label: Label, timeout: float) -> None:
         """See ``Driver``. An update that somebody left open is closed first."""
 
         def work() -> None:

@@ -24,15 +24,19 @@ _RESUME_S = 2.0  # that a caller of ``resume`` waits for vLLM
 
 class PauseDesk:
     """Generation runs while nobody holds it. ``noted``: called when the holders changed, for who comes after us.
+    ``asleep``: whether vLLM sleeps: then it goes on when it wakes up, and not before.
 
     A hold is *in force* once vLLM confirmed. While one is, another is at once (requests that stand still cannot drain).
     """
 
-    def __init__(self, driver: Driver, noted: Callable[[tuple[str, ...]], None]) -> None:
-        self._driver, self._noted = driver, noted
+    def __init__(
+        self, driver: Driver, noted: Callable[[tuple[str, ...]], None], asleep: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._driver, self._noted, self._asleep = driver, noted, asleep
         self._cond = threading.Condition()
         self._holds: dict[str, int] = {}  # holder: the number of its pause
         self._force: set[str] = set()
+        self._cleared: set[str] = set()  # their pauses dropped the cache, and nothing was computed since
         self._failed: dict[str, Exception] = {}
         self._number = 0
         self._calls = WorkThread("weightplane-vllm-pause")
@@ -52,6 +56,7 @@ class PauseDesk:
             self._number += 1
             number = self._holds[holder] = self._number
             self._failed.pop(holder, None)
+            self._cleared.discard(holder)
             standing = bool(self._force)
             if standing:
                 self._force.add(holder)
@@ -78,6 +83,8 @@ class PauseDesk:
             if self._holds.get(holder) == number:
                 if error is None:
                     self._force.add(holder)
+                    if clear_cache and mode is not PauseMode.WAIT and self._driver.clears_as_it_pauses:
+                        self._cleared.add(holder)
                 else:
                     self._failed[holder] = error
                 self._cond.notify_all()
@@ -100,6 +107,11 @@ class PauseDesk:
                     return False
                 self._cond.wait(left)
 
+    def cleared(self, holder: str) -> bool:
+        """Whether the cache is empty since its hold is in force."""
+        with self._cond:
+            return holder in self._cleared
+
     def in_force(self) -> bool:
         """Whether generation is known to stand still."""
         with self._cond:
@@ -111,6 +123,7 @@ class PauseDesk:
             if self._holds.pop(holder, None) is None:
                 return
             self._force.discard(holder)
+            self._cleared.discard(holder)
             self._failed.pop(holder, None)
             self._cond.notify_all()
             last = not self._holds
@@ -124,7 +137,7 @@ class PauseDesk:
 
     def _resume(self) -> None:
         with self._cond:
-            if self._holds:
+            if self._holds or self._asleep():
                 return
         try:
             self._driver.resume(_CALL_S)
@@ -143,6 +156,7 @@ class PauseDesk:
         with self._cond:
             self._holds.pop(holder, None)
             self._force.discard(holder)
+            self._cleared.discard(holder)
 
     def lift(self, holder: str, call: Callable[[], None]) -> None:
         """Let go of a hold by a call after which vLLM goes on. Refused while anybody else holds; raises what it raises.
@@ -184,6 +198,7 @@ class PauseDesk:
         with self._cond:
             holders = list(self._holds)
             self._force.clear()
+            self._cleared.clear()
         for holder in holders:
             self.pause(holder, PauseMode.KEEP)
 

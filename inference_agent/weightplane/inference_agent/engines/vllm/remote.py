@@ -11,7 +11,7 @@ from weightplane.controlplane.core.plan import Bucket
 from weightplane.inference_agent.receipts import WorkerPlan
 from weightplane.inference_agent.transfer import Worker
 from weightplane.inference_agent.vllm_plugin.wire import channel_json, plan_json
-from weightplane.transports.base import ArmToken, ReceiveChannel
+from weightplane.transports.base import ArmToken, ChannelAborted, ReceiveChannel
 
 from ..base import EngineError, Reception
 from .links import WorkerLink
@@ -36,10 +36,12 @@ class RemoteChannel(ReceiveChannel):
         self._deadline = time.monotonic() + _CALL_S
         self._reason, self._aborted_at = "", 0.0
         self._landed = 0
+        self._done: set[int] = set()  # buckets that are in place before they were ordered
 
     def arm(self, token: ArmToken, buckets: Sequence[Bucket], deadline: float) -> None:
         """See ``ReceiveChannel``."""
         self._deadline = deadline
+        self._done.clear()
         self.ask(
             "arm",
             epoch=token.epoch,
@@ -75,6 +77,17 @@ class RemoteChannel(ReceiveChannel):
         timeout = max(_CALL_S, self._deadline - time.monotonic() + _LATE_S)
         return self._link.call(do, timeout, self._cancelled, update_id=self._update_id, **fields)
 
+    def take(self, bucket: Bucket) -> None:
+        """Order a bucket, unless the worker has said that it is in place: it goes on by itself (``running``)."""
+        if bucket.index in self._done:
+            if self._reason:
+                raise ChannelAborted(self._reason)
+            self._done.discard(bucket.index)
+            return
+        said = self.ask("take", bucket=bucket.index)
+        self.landed_now(said["landed"])
+        self._done = set(said["done"]) - {bucket.index}
+
     def landed_now(self, nbytes: int) -> None:
         """What the worker says is in place."""
         self._landed = nbytes
@@ -92,12 +105,13 @@ class RemoteWorker(Worker):
 
     def take(self, bucket: Bucket) -> None:
         """See ``Worker``."""
-        self.remote.landed_now(self.remote.ask("take", bucket=bucket.index)["landed"])
+        self.remote.take(bucket)
 
-    def _said(self) -> Any:
-        """The worker's receipt; it is asked once everything landed."""
+    def _said(self, whole: bool = False) -> Any:
+        """The worker's receipt; it is asked once everything landed, and for the digests once more if they are read from
+        live memory afterwards."""
         said = self._receipt
-        if said is None:
+        if said is None or (whole and said["digests"] is None):
             said = self._receipt = self.remote.ask("receipt")
             self.remote.landed_now(said["landed"])
         return said
@@ -112,7 +126,7 @@ class RemoteWorker(Worker):
 
     def packed(self) -> Sequence[int]:
         """See ``Worker``."""
-        return [int(d) for d in self._said()["digests"]]
+        return [int(d) for d in self._said(whole=True)["digests"] or ()]
 
 
 def open_worker(link: WorkerLink, r: Reception) -> RemoteWorker:

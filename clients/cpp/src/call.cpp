@@ -1,0 +1,65 @@
+#include "call.hpp"
+
+#include <cstdlib>
+#include <random>
+
+namespace {
+
+std::string environment(const char *name) {
+    const char *value = std::getenv(name);
+    return value == nullptr ? "" : value;
+}
+
+bool is_loopback(const std::string &address) {
+    if (address.rfind("unix:", 0) == 0)
+        return true;
+    const auto host = address.substr(0, address.rfind(':'));
+    return host == "localhost" || host == "[::1]" ||
+           (host.rfind("127.", 0) == 0 && host.find_first_not_of("0123456789.") == std::string::npos);
+}
+
+} // namespace
+
+Deadline in_seconds(double seconds) {
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+gpr_timespec grpc_deadline(Deadline deadline) {
+    const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
+    return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_micros(left, GPR_TIMESPAN));
+}
+
+std::string random_id() {
+    static const char digits[] = "0123456789abcdef";
+    std::random_device source;
+    std::string out;
+    for (int i = 0; i < 4; ++i)
+        for (unsigned bits = source(), n = 0; n < 8; ++n, bits >>= 4)
+            out += digits[bits & 15];
+    return out;
+}
+
+std::shared_ptr<grpc::Channel> dial(const std::string &address) {
+    if (!is_loopback(address) && environment("WEIGHTPLANE_INSECURE") != "1")
+        throw Error(Exit::refused, "INVALID_ARGUMENT",
+                    address + " is not this machine's, and this program speaks plaintext: set WEIGHTPLANE_INSECURE=1 "
+                              "where the network between is trusted");
+    grpc::ChannelArguments options;
+    options.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    options.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+    options.SetMaxSendMessageSize(4 << 20);
+    return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), options);
+}
+
+ControlPlane::ControlPlane(const std::string &address)
+    : stub_(weightplane::v1::WeightTransferService::NewStub(dial(address))), token_(environment("WEIGHTPLANE_TOKEN")) {}
+
+void ControlPlane::begin(grpc::ClientContext &context) const {
+    if (!token_.empty())
+        context.AddMetadata("authorization", "Bearer " + token_);
+}
+
+void ControlPlane::begin(grpc::ClientContext &context, Deadline deadline) const {
+    context.set_deadline(grpc_deadline(deadline));
+    begin(context);
+}

@@ -1,0 +1,69 @@
+// Unary calls to the control plane: a deadline each, repeated only where no answer came, every answer typed.
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+
+#include <memory>
+#include <string>
+
+#include "stop.hpp"
+#include "weightplane/v1/weight_transfer.grpc.pb.h"
+
+Deadline in_seconds(double seconds);
+
+// For a call's context: on a clock that nobody sets.
+gpr_timespec grpc_deadline(Deadline deadline);
+
+// 128 random bits in hex: a request_id, an incarnation.
+std::string random_id();
+
+// A connection that no other shares. Plaintext, so loopback unless WEIGHTPLANE_INSECURE=1. Throws Error.
+std::shared_ptr<grpc::Channel> dial(const std::string &address);
+
+class ControlPlane {
+public:
+    using Stub = weightplane::v1::WeightTransferService::Stub;
+
+    explicit ControlPlane(const std::string &address);
+
+    Stub &stub() { return *stub_; }
+
+    // One logical call, tried again on UNAVAILABLE until `patience`: its request_id makes a repeat harmless. Throws
+    // Refused, Unanswered, or why `stop` was set, as soon as it is.
+    template <class Request, class Answer>
+    Answer call(const char *method, grpc::Status (Stub::*function)(grpc::ClientContext *, const Request &, Answer *),
+                const Request &request, Deadline deadline, Stop &stop) {
+        const Deadline patience = std::min(deadline, in_seconds(kPatience));
+        for (double pause = 0.05;; pause = std::min(2 * pause, 1.0)) {
+            stop.check();
+            grpc::ClientContext context;
+            begin(context, deadline);
+            Answer answer;
+            grpc::Status status;
+            {
+                const Stop::Listener cancel(stop, [&] { context.TryCancel(); });
+                status = (stub().*function)(&context, request, &answer);
+            }
+            if (status.ok())
+                return answer;
+            stop.check();
+            if (const auto refused = refusal_of(status))
+                throw *refused;
+            const Deadline again = in_seconds(pause);
+            if (status.error_code() != grpc::StatusCode::UNAVAILABLE || again >= patience)
+                throw Unanswered(method, status);
+            stop.sleep_until(again);
+        }
+    }
+
+    // Deadline and identity (WEIGHTPLANE_TOKEN) of a call.
+    void begin(grpc::ClientContext &context, Deadline deadline) const;
+    // Identity alone: for a stream.
+    void begin(grpc::ClientContext &context) const;
+
+private:
+    static constexpr double kPatience = 10; // seconds in which a control plane is back, or is gone
+
+    std::unique_ptr<Stub> stub_;
+    std::string token_;
+};

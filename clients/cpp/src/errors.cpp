@@ -1,0 +1,74 @@
+#include "errors.hpp"
+
+#include "rpc_status.pb.h"
+
+namespace {
+
+namespace v1 = weightplane::v1;
+
+Exit exit_of(grpc::StatusCode code, const std::string &reason) {
+    switch (code) {
+    case grpc::StatusCode::INVALID_ARGUMENT: return Exit::usage;
+    case grpc::StatusCode::NOT_FOUND: return Exit::not_found;
+    case grpc::StatusCode::PERMISSION_DENIED: return reason == "TRAINER_FENCED" ? Exit::failed : Exit::denied;
+    case grpc::StatusCode::UNAUTHENTICATED: return Exit::denied;
+    case grpc::StatusCode::ABORTED:
+    case grpc::StatusCode::DEADLINE_EXCEEDED: return Exit::failed;
+    case grpc::StatusCode::UNKNOWN: return Exit::unknown_outcome;
+    default: return Exit::refused;
+    }
+}
+
+std::string bare(const std::string &name, const std::string &prefix) {
+    return name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name;
+}
+
+template <class M> bool unpack(const google::protobuf::Any &any, const std::string &name, M &out) {
+    const auto &url = any.type_url();
+    return url.size() > name.size() && url.compare(url.size() - name.size() - 1, std::string::npos, "/" + name) == 0 &&
+           out.ParseFromString(any.value());
+}
+
+} // namespace
+
+Unanswered::Unanswered(const std::string &method, const grpc::Status &status)
+    : Error(status.error_code() == grpc::StatusCode::UNAVAILABLE ? Exit::unreachable : Exit::unknown_outcome,
+            status.error_code() == grpc::StatusCode::UNAVAILABLE ? "UNREACHABLE" : "UNKNOWN_OUTCOME",
+            method + " got no answer: " + status.error_message()),
+      code(status.error_code()) {}
+
+std::optional<Refused> refusal_of(const std::string &details) {
+    weightplane::client::RpcStatus said;
+    if (details.empty() || !said.ParseFromString(details))
+        return std::nullopt;
+    weightplane::client::ErrorInfo info;
+    v1::Failure failure;
+    std::optional<v1::UpdateInfo> update;
+    bool found = false;
+    for (const auto &any : said.details()) {
+        weightplane::client::ErrorInfo i;
+        v1::UpdateInfo u;
+        if (unpack(any, "google.rpc.ErrorInfo", i) && i.domain() == "weightplane") {
+            info = i;
+            found = true;
+        } else if (unpack(any, "weightplane.v1.UpdateInfo", u)) {
+            update = u;
+        } else {
+            unpack(any, "weightplane.v1.Failure", failure); // what else there is, is of a newer contract
+        }
+    }
+    if (!found)
+        return std::nullopt;
+    const auto &message = failure.message().empty() ? said.message() : failure.message();
+    const auto member = info.metadata().find("member");
+    return Refused(exit_of(static_cast<grpc::StatusCode>(said.code()), info.reason()), info.reason(), message,
+                   member == info.metadata().end() ? "" : member->second, update);
+}
+
+std::optional<Refused> refusal_of(const grpc::Status &status) { return refusal_of(status.error_details()); }
+
+Error aborted(const v1::UpdateInfo &update) {
+    const auto &f = update.failure();
+    const auto reason = bare(v1::Reason_Name(f.reason()), "REASON_");
+    return Error(Exit::failed, reason, "update " + update.update_id() + " was aborted: " + f.message(), f.member());
+}

@@ -1,0 +1,77 @@
+// publish_checkpoint: puts a safetensors file on a fleet of inference engines. See kUsage in options.cpp.
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "publication.hpp"
+#include "signals.hpp"
+
+namespace {
+
+namespace v1 = weightplane::v1;
+using nlohmann::json;
+
+json shown(const Outcome &outcome) {
+    const auto &u = outcome.update;
+    const double wire = u.timings().wire_s();
+    json replicas = json::object();
+    for (const auto &o : u.outcomes())
+        replicas[o.replica_id()] = v1::WeightsState_Name(o.state()).substr(std::string("WEIGHTS_STATE_").size());
+    return {{"committed", true},
+            {"version", u.version()},
+            {"update_id", u.update_id()},
+            {"step", u.trainer_step()},
+            {"bytes", outcome.bytes},
+            {"seconds", outcome.seconds},
+            {"wire_s", wire},
+            {"gbps", wire > 0 ? static_cast<double>(outcome.bytes) / wire / 1e9 : 0.0},
+            {"replicas", replicas}};
+}
+
+json shown(const Error &error, const std::string &update_id) {
+    json out = {{"committed", false}, {"reason", error.reason}, {"message", error.what()}};
+    if (!error.member.empty())
+        out["member"] = error.member;
+    if (!update_id.empty())
+        out["update_id"] = update_id;
+    return out;
+}
+
+void print(const json &line) { // text of others may be no UTF-8
+    std::cout << line.dump(-1, ' ', false, json::error_handler_t::replace) << std::endl;
+}
+
+int publish(const Options &options, std::string &update_id) {
+    Stop stop;
+    const Signals signals(stop);
+    const Safetensors source(options.file);
+    Publication publication(options, source, stop);
+    try {
+        print(shown(publication.run()));
+        return static_cast<int>(Exit::ok);
+    } catch (...) {
+        update_id = publication.update_id();
+        throw;
+    }
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+    std::string update_id;
+    try {
+        const auto options = parse(argc, argv);
+        if (options.help) {
+            std::cout << kUsage;
+            return 0;
+        }
+        return publish(options, update_id);
+    } catch (const Error &e) {
+        std::cerr << "publish_checkpoint: " << e.reason << ": " << e.what() << "\n";
+        print(shown(e, update_id));
+        return static_cast<int>(e.exit);
+    } catch (const std::exception &e) {
+        std::cerr << "publish_checkpoint: " << e.what() << "\n";
+        print({{"committed", false}, {"reason", "INTERNAL"}, {"message", e.what()}});
+        return static_cast<int>(Exit::unexpected);
+    }
+}

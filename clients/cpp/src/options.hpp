@@ -1,0 +1,18 @@
+// The command line.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+struct Options {
+    std::string address = "127.0.0.1:7450";
+    std::string group, file, transport = "grpc", trainer_id = "publish_checkpoint";
+    std::int64_t step = 0;
+    bool takeover = false, help = false;
+    double timeout = 120, wait = 30;
+};
+
+extern const char kUsage[];
+
+// Throws Error with Exit::usage.
+Options parse(int argc, char **argv);

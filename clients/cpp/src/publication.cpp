@@ -1,0 +1,339 @@
+#include "publication.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <unistd.h>
+
+#include "digests.hpp"
+#include "grpc_sender.hpp"
+#include "shm_segment.hpp"
+#include "shm_sender.hpp"
+
+namespace {
+
+namespace v1 = weightplane::v1;
+using Stub = ControlPlane::Stub;
+
+constexpr std::size_t kPageBytes = 3 << 19; // of a manifest's page: well under 2 MiB
+constexpr int kPageDigests = 100'000;
+constexpr double kCall = 30;  // seconds for a call that moves nothing
+constexpr double kTidy = 10;  // seconds for one that tidies up
+constexpr double kGrace = 1;  // seconds in which the control plane says why a receiver is gone
+constexpr double kMargin = 5; // seconds by which a client waits longer than an update lives
+constexpr double kPoll = 0.2;
+
+// Which host this is, as the replicas' agents say it.
+std::string host_id() {
+    const char *given = std::getenv("WEIGHTPLANE_HOST_ID");
+    return given != nullptr && *given != '\0' ? given : shm_host();
+}
+
+bool decided(const v1::UpdateInfo &update) { return update.phase() == v1::UPDATE_PHASE_COMMITTED; }
+bool over(const v1::UpdateInfo &update) {
+    return update.phase() == v1::UPDATE_PHASE_ABORTING || update.phase() == v1::UPDATE_PHASE_ABORTED;
+}
+
+// Stops everything when it is left by an exception.
+class StopOnError {
+public:
+    explicit StopOnError(Stop &stop) : stop_(stop), before_(std::uncaught_exceptions()) {}
+    ~StopOnError() {
+        if (std::uncaught_exceptions() > before_)
+            stop_.set(Error(Exit::failed, "TRANSPORT", "another part of the publish failed"));
+    }
+    StopOnError(const StopOnError &) = delete;
+    StopOnError &operator=(const StopOnError &) = delete;
+
+private:
+    Stop &stop_;
+    const int before_;
+};
+
+} // namespace
+
+Publication::Publication(const Options &options, const Safetensors &source, Stop &stop)
+    : options_(options), source_(source), stop_(stop), manifest_id_(source.manifest().id()), plane_(options.address) {}
+
+Publication::~Publication() = default;
+
+template <class Request> Request Publication::request() const {
+    Request out;
+    out.set_request_id(random_id());
+    out.set_group(options_.group);
+    out.set_generation(token_.generation);
+    return out;
+}
+
+Outcome Publication::run() {
+    try {
+        init();
+        announce();
+        start();
+        const auto began = Clock::now();
+        update();
+        const auto info = finish();
+        const std::chrono::duration<double> took = Clock::now() - began;
+        close();
+        return {info, bytes_, took.count()};
+    } catch (const Error &why) {
+        if (opening_) {
+            const auto stands = abort(why.what());
+            if (stands && decided(*stands)) { // it was decided before: that counts
+                close();
+                return {*stands, bytes_, 0};
+            }
+        }
+        close();
+        throw;
+    }
+}
+
+// Asks for the hold, or binds again under it.
+void Publication::init() {
+    auto ask = request<v1::InitTransferRequest>();
+    ask.set_trainer_id(options_.trainer_id);
+    ask.set_incarnation(incarnation_);
+    ask.set_world_size(1);
+    ask.set_takeover(options_.takeover && token_.generation == 0);
+    ask.set_host_id(host_id());
+    ask.set_transport(options_.transport);
+    auto &offer = *ask.add_offers();
+    offer.set_transport(options_.transport);
+    if (options_.transport == "shm") {
+        offer.mutable_shm()->set_host_id(shm_host());
+        offer.mutable_shm()->set_pid(getpid());
+    } else {
+        offer.mutable_grpc();
+    }
+    bound_ = plane_.call("InitTransfer", &Stub::InitTransfer, ask, in_seconds(kCall), stop_);
+    token_.generation = bound_.generation();
+    if (!watch_)
+        watch_ = std::make_unique<Watch>(plane_, options_.group, token_.generation, stop_);
+}
+
+// The manifest in pages, and that this trainer holds all of it.
+void Publication::announce() {
+    const auto &tensors = source_.manifest().tensors;
+    std::size_t first = 0;
+    do {
+        auto page = request<v1::PutManifestRequest>();
+        page.set_manifest_id(manifest_id_);
+        page.set_first(static_cast<std::int32_t>(first));
+        page.set_total(static_cast<std::int32_t>(tensors.size()));
+        for (std::size_t size = 0; first < tensors.size() && size < kPageBytes; ++first) {
+            auto &t = *page.add_tensors();
+            t.set_name(tensors[first].name);
+            t.set_dtype(tensors[first].dtype);
+            t.mutable_shape()->Add(tensors[first].shape.begin(), tensors[first].shape.end());
+            size += t.ByteSizeLong() + 8;
+        }
+        if (plane_.call("PutManifest", &Stub::PutManifest, page, in_seconds(kCall), stop_).complete())
+            break;
+    } while (first < tensors.size());
+    auto placed = request<v1::PutPlacementRequest>();
+    placed.set_manifest_id(manifest_id_);
+    placed.mutable_placement()->set_member(member_);
+    placed.mutable_placement()->set_full(true);
+    placed.set_total(static_cast<std::int32_t>(tensors.size()));
+    plane_.call("PutPlacement", &Stub::PutPlacement, placed, in_seconds(kCall), stop_);
+}
+
+// Opens the update; binds again as replicas come, and waits for the first.
+void Publication::start() {
+    auto ask = request<v1::StartUpdateRequest>();
+    ask.set_request_id(start_id_);
+    ask.set_manifest_id(manifest_id_);
+    ask.set_trainer_step(options_.step);
+    ask.set_on_busy(v1::ON_BUSY_REFUSE);
+    ask.set_update_timeout_ms(static_cast<std::int64_t>(options_.timeout * 1000));
+    const auto patience = in_seconds(options_.wait);
+    while (true) {
+        opening_ = true;
+        try {
+            started_ = plane_.call("StartUpdate", &Stub::StartUpdate, ask, in_seconds(options_.timeout + kMargin), stop_);
+            break;
+        } catch (const Refused &e) {
+            opening_ = e.update.has_value();
+            if ((e.reason != "REBIND_REQUIRED" && e.reason != "NOT_ENOUGH_REPLICAS") || Clock::now() >= patience)
+                throw;
+        }
+        stop_.sleep_until(in_seconds(kPoll));
+        ask.set_request_id(random_id());
+        init();
+    }
+    token_.update_id = started_.update_id();
+    token_.epoch = started_.epoch();
+    deadline_ = in_seconds(static_cast<double>(started_.remaining_ms()) / 1000);
+    watch_->follow(token_.update_id);
+}
+
+weightplane::Plan Publication::plan_of(const std::string &plan_id) {
+    std::vector<v1::PlanPage> pages;
+    do {
+        v1::GetPlanRequest ask;
+        ask.set_group(options_.group);
+        ask.set_plan_id(plan_id);
+        ask.set_page(static_cast<std::int32_t>(pages.size()));
+        pages.push_back(plane_.call("GetPlan", &Stub::GetPlan, ask, std::min(deadline_, in_seconds(kCall)), stop_).page());
+    } while (static_cast<std::int32_t>(pages.size()) < pages.front().pages());
+    try {
+        return weightplane::read_plan(pages, source_.manifest());
+    } catch (const weightplane::PlanError &e) {
+        throw Error(Exit::failed, "INTERNAL", e.what());
+    }
+}
+
+// In-place channels come after the staged ones, whose replicas have voted by then.
+void Publication::update() {
+    std::vector<int> staged, in_place;
+    for (int i = 0; i < started_.channels_size(); ++i)
+        (started_.channels(i).mode() == v1::MODE_IN_PLACE ? in_place : staged).push_back(i);
+    std::int64_t seq = 0;
+    for (const auto *channels : {&staged, &in_place})
+        if (!channels->empty())
+            round(*channels, ++seq, staged.empty() || in_place.empty());
+}
+
+// One call of UpdateWeights: everyone is armed, the bytes move, the digests are delivered.
+void Publication::round(const std::vector<int> &channels, std::int64_t seq, bool all) {
+    std::map<std::string, weightplane::Plan> plans; // by channel; nothing may move once senders refer to it
+    for (const int i : channels)
+        plans.emplace(started_.channels(i).channel_id(), plan_of(started_.channels(i).plan_id()));
+    std::vector<std::pair<std::string, std::unique_ptr<Sender>>> senders;
+    for (const auto &binding : bound_.channels()) {
+        const auto plan = plans.find(binding.channel_id());
+        if (plan == plans.end())
+            continue;
+        const auto make = binding.transport() == "shm" ? shm_sender : grpc_sender;
+        senders.emplace_back(binding.channel_id(), make({binding, plan->second, source_, member_, token_, deadline_}));
+    }
+    if (senders.size() != plans.size())
+        throw Error(Exit::failed, "INTERNAL", "the update has channels that InitTransfer did not bind");
+
+    auto arm = request<v1::UpdateWeightsRequest>();
+    arm.set_update_id(token_.update_id);
+    arm.set_epoch(token_.epoch);
+    arm.set_seq(seq);
+    for (const auto &[channel, plan] : plans)
+        if (!all)
+            arm.add_buckets()->set_channel_id(channel);
+    const auto armed = plane_.call("UpdateWeights", &Stub::UpdateWeights, arm, deadline_, stop_);
+    for (const auto &channel : armed.excluded_channels())
+        senders.erase(std::remove_if(senders.begin(), senders.end(), [&](const auto &s) { return s.first == channel; }),
+                      senders.end());
+
+    std::vector<std::pair<const weightplane::Plan *, std::future<std::vector<std::uint64_t>>>> hashing;
+    std::vector<std::future<void>> sending;
+    const StopOnError all_end(stop_); // before we wait, in a destructor, for what still runs
+    for (const auto &[channel, plan] : plans) {
+        std::set<std::size_t> wanted;
+        if (started_.verify() == v1::VERIFY_LEVEL_SAMPLED)
+            wanted = weightplane::sampled_regions(token_.update_id, plan.regions.size());
+        else
+            for (std::size_t i = 0; i < plan.regions.size(); ++i)
+                wanted.insert(i);
+        if (started_.verify() != v1::VERIFY_LEVEL_OFF)
+            hashing.emplace_back(&plan, std::async(std::launch::async, region_digests, std::cref(plan),
+                                                   std::cref(source_), member_, wanted, std::cref(stop_)));
+    }
+    for (auto &[channel, sender] : senders) {
+        const auto &plan = plans.at(channel);
+        for (const auto &r : plan.regions)
+            bytes_ += r.sender == member_ ? r.nbytes : 0;
+        sending.push_back(std::async(std::launch::async, [this, s = sender.get()] {
+            try {
+                s->send(stop_);
+            } catch (const Error &why) {
+                lost(why);
+                throw;
+            }
+        }));
+    }
+    for (auto &[plan, digests] : hashing)
+        put_digests(*plan, digests.get());
+    for (auto &sent : sending)
+        sent.get();
+}
+
+// A receiver is gone. The control plane knows why, within the second; if it says nothing, this ends the update.
+void Publication::lost(const Error &why) {
+    if (stop_.is_set())
+        return;
+    const auto end = in_seconds(kGrace);
+    while (!stop_.is_set() && Clock::now() < end)
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    stop_.set(why);
+    stop_.check(); // the control plane's word, if it came
+}
+
+void Publication::put_digests(const weightplane::Plan &plan, const std::vector<std::uint64_t> &digests) {
+    const int total = static_cast<int>(digests.size());
+    for (int first = 0; first == 0 || first < total; first += kPageDigests) {
+        auto page = request<v1::PutDigestsRequest>();
+        page.set_update_id(token_.update_id);
+        page.set_epoch(token_.epoch);
+        page.set_plan_id(plan.id);
+        page.set_first(first);
+        page.set_total(total);
+        page.mutable_digests()->Add(digests.begin() + first, digests.begin() + std::min(total, first + kPageDigests));
+        plane_.call("PutDigests", &Stub::PutDigests, page, deadline_, stop_);
+    }
+}
+
+v1::UpdateInfo Publication::finish() {
+    auto ask = request<v1::FinishUpdateRequest>();
+    ask.set_update_id(token_.update_id);
+    ask.set_epoch(token_.epoch);
+    try {
+        return plane_.call("FinishUpdate", &Stub::FinishUpdate, ask, deadline_ + std::chrono::seconds(5), stop_).update();
+    } catch (const Unanswered &) { // unknown is not failed
+        const auto info = this->ask();
+        if (decided(info))
+            return info;
+        throw aborted(info);
+    }
+}
+
+// What became of the update, once that is known.
+v1::UpdateInfo Publication::ask() {
+    v1::GetUpdateRequest ask;
+    ask.set_group(options_.group);
+    ask.set_update_id(token_.update_id);
+    const auto end = in_seconds(kCall);
+    while (true) {
+        const auto info = plane_.call("GetUpdate", &Stub::GetUpdate, ask, end, never_).update();
+        if (decided(info) || over(info))
+            return info;
+        if (Clock::now() >= end)
+            throw Error(Exit::unknown_outcome, "UNKNOWN_OUTCOME",
+                        "update " + token_.update_id + " is not decided yet: ask the control plane what became of it");
+        std::this_thread::sleep_for(std::chrono::duration<double>(kPoll));
+    }
+}
+
+// Ends the update, whatever is open of ours. What fails here is said; the lease ends by itself.
+std::optional<v1::UpdateInfo> Publication::abort(const std::string &reason) {
+    auto ask = request<v1::AbortUpdateRequest>();
+    ask.set_update_id(token_.update_id);
+    ask.set_reason(reason.substr(0, 500));
+    try {
+        return plane_.call("AbortUpdate", &Stub::AbortUpdate, ask, in_seconds(kTidy), never_).update();
+    } catch (const Error &e) {
+        std::cerr << "publish_checkpoint: the update was not aborted: " << e.reason << ": " << e.what() << "\n";
+        return std::nullopt;
+    }
+}
+
+void Publication::close() {
+    if (!watch_)
+        return;
+    const auto ask = request<v1::CloseTransferRequest>();
+    try {
+        plane_.call("CloseTransfer", &Stub::CloseTransfer, ask, in_seconds(kTidy), never_);
+    } catch (const Error &e) {
+        std::cerr << "publish_checkpoint: the hold was not given up: " << e.reason << ": " << e.what() << "\n";
+    }
+    watch_.reset();
+}

@@ -1,0 +1,60 @@
+// One checkpoint on one group: init, start, update, finish.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "call.hpp"
+#include "options.hpp"
+#include "safetensors.hpp"
+#include "sender.hpp"
+#include "watch.hpp"
+
+struct Outcome {
+    weightplane::v1::UpdateInfo update;
+    std::uint64_t bytes = 0; // that left this trainer, once per set of receivers
+    double seconds = 0;      // from StartUpdate to FinishUpdate's answer
+};
+
+class Publication {
+public:
+    Publication(const Options &options, const Safetensors &source, Stop &stop);
+    ~Publication();
+    Publication(const Publication &) = delete;
+    Publication &operator=(const Publication &) = delete;
+
+    // Throws Error, after the update was aborted here and the hold given up.
+    Outcome run();
+
+    // The update as far as it is known; empty before one was opened.
+    const std::string &update_id() const { return token_.update_id; }
+
+private:
+    template <class Request> Request request() const;
+    void init();
+    void announce();
+    void start();
+    weightplane::Plan plan_of(const std::string &plan_id);
+    void update();
+    void round(const std::vector<int> &channels, std::int64_t seq, bool all);
+    void put_digests(const weightplane::Plan &plan, const std::vector<std::uint64_t> &digests);
+    void lost(const Error &why);
+    weightplane::v1::UpdateInfo finish();
+    weightplane::v1::UpdateInfo ask();
+    std::optional<weightplane::v1::UpdateInfo> abort(const std::string &reason);
+    void close();
+
+    const Options &options_;
+    const Safetensors &source_;
+    Stop &stop_;
+    Stop never_; // for the calls that tidy up
+    const std::string member_ = "rank/0", incarnation_ = random_id(), start_id_ = random_id(), manifest_id_;
+    ControlPlane plane_;
+    std::unique_ptr<Watch> watch_;
+    Token token_;
+    bool opening_ = false;
+    Deadline deadline_{}; // of the whole update
+    weightplane::v1::InitTransferResponse bound_;
+    weightplane::v1::StartUpdateResponse started_;
+    std::uint64_t bytes_ = 0;
+};

@@ -1,0 +1,272 @@
+// A trainer of one rank: the four phases, its lease, and what it does when an update is aborted.
+
+import { randomUUID } from "node:crypto";
+import { setTimeout as sleep } from "node:timers/promises";
+import { call, credentials, grpc, metadata, reasonOf, v1 } from "./contract.js";
+import { Stream } from "./data.js";
+import { digest } from "./digest.js";
+import { hostId } from "./host.js";
+import { manifestId, slice } from "./model.js";
+import { fetchPlan } from "./plan.js";
+
+const MEMBER = "rank/0";
+const PAGE = 4000; // tensors or digests of one call: gRPC's messages end at 4 MB
+const ROUNDS = 4; // of binding again, should replicas come and go meanwhile
+const RETRY_MS = 200;
+const WORD_MS = 1000;
+const FENCED = "another trainer took the group over: stop, and do not init again";
+const UNKNOWN = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED, grpc.status.CANCELLED]);
+const OVER = new Set(["UPDATE_PHASE_ABORTING", "UPDATE_PHASE_ABORTED"]);
+
+/** Why an update did not commit: the coordinator's failure, with `update`. */
+export class UpdateFailed extends Error {
+  name = "UpdateFailed";
+}
+
+/** One at a time: `await init()`, then `publish` as often as you like, then `close()`. */
+export class Trainer {
+  constructor({ address, group, trainerId = "node", tls = {}, token = "", takeover = false }) {
+    this.group = group;
+    this.trainerId = trainerId;
+    this.takeover = takeover;
+    this.token = token;
+    this.incarnation = randomUUID();
+    this.generation = "0";
+    this.client = new v1.WeightTransferService(address, credentials(tls));
+    this.known = new Set();
+    this.closed = false;
+    this.update = null; // the one that is open: {requestId, id, epoch, streams, failure}
+  }
+
+  /** One call. While nobody answers it is made again with the same request_id, so that it is carried out once. */
+  async #call(method, fields, timeoutMs = 30_000) {
+    const request = { request_id: randomUUID(), group: this.group, generation: this.generation, ...fields };
+    const end = Date.now() + timeoutMs;
+    for (;;) {
+      try {
+        return await call(this.client, method, request, { timeoutMs: end - Date.now(), token: this.token });
+      } catch (error) {
+        const asked = error.code === grpc.status.UNAVAILABLE && reasonOf(error) === "";
+        if (!asked || this.generation === "0" || this.update?.failure || Date.now() + RETRY_MS > end) throw error;
+        await sleep(RETRY_MS);
+      }
+    }
+  }
+
+  /** Phase 1: take the hold on the group, or bind again under it. */
+  async init() {
+    const answer = await this.#call("InitTransfer", {
+      trainer_id: this.trainerId,
+      incarnation: this.incarnation,
+      world_size: 1,
+      takeover: this.takeover && this.generation === "0",
+      host_id: hostId(),
+      offers: [{ transport: "grpc", grpc: {} }],
+      transport: "grpc",
+    });
+    this.channels = new Map(answer.channels.map((c) => [c.channel_id, c]));
+    if (answer.generation !== this.generation) {
+      this.generation = answer.generation;
+      this.known.clear();
+      this.#hold();
+    }
+    return answer;
+  }
+
+  /** The lease: a stream that lives as long as we do, and tells what becomes of updates. One that breaks is opened
+   * again; what an open update waits for is told by its calls. */
+  #hold() {
+    this.watch?.cancel();
+    const watch = this.client.WatchUpdate({ group: this.group, generation: this.generation }, metadata(this.token));
+    this.watch = watch;
+    watch.on("data", ({ update, fenced }) => {
+      if (fenced) this.#fail(new UpdateFailed(FENCED));
+      else if (update && update.request_id === this.update?.requestId && OVER.has(update.phase)) this.#fail(aborted(update));
+    });
+    const again = (error) => {
+      if (this.watch !== watch) return;
+      this.watch = null;
+      if (reasonOf(error) === "TRAINER_FENCED") this.#fail(new UpdateFailed(FENCED));
+      else if (!this.closed) setTimeout(() => !this.closed && !this.watch && this.#hold(), RETRY_MS).unref();
+    };
+    watch.on("error", again);
+    watch.on("end", again);
+  }
+
+  /** Our side of an abort: every stream ends, whatever waits on one hears why. */
+  #fail(error) {
+    const update = this.update;
+    if (!update || update.failure) return;
+    update.failure = error;
+    for (const stream of update.streams) stream.abort(error);
+  }
+
+  /** Send the manifest and say that we hold all of it, once. */
+  async #announce(tensors, id) {
+    if (this.known.has(id)) return;
+    const metas = tensors.map(({ name, dtype, shape }) => ({ name, dtype, shape: shape.map(String) }));
+    for (let first = 0; first === 0 || first < metas.length; first += PAGE) {
+      const page = { manifest_id: id, first, total: metas.length, tensors: metas.slice(first, first + PAGE) };
+      if ((await this.#call("PutManifest", page)).complete) break;
+    }
+    await this.#call("PutPlacement", { manifest_id: id, placement: { member: MEMBER, full: true } });
+    this.known.add(id);
+  }
+
+  /** Phases 2 to 4. Resolves to the committed update with `bytes` and `seconds`; throws `UpdateFailed`, or an error of
+   * gRPC's whose `reasonOf` says why the update was never opened. */
+  async publish(tensors, step, { timeoutMs = 120_000 } = {}) {
+    const began = performance.now();
+    const id = manifestId(tensors);
+    this.update = { requestId: randomUUID(), streams: [], failure: null };
+    try {
+      const started = await this.#start(tensors, id, step, timeoutMs);
+      const bytes = await this.#send(tensors, started);
+      const named = this.#named(started);
+      const update = await this.#finish(named, Number(started.remaining_ms) + 2000);
+      return { ...update, bytes, seconds: (performance.now() - began) / 1000 };
+    } catch (error) {
+      const failed = await this.#cause(error);
+      this.#fail(failed);
+      if (this.update.id) await this.#abort(failed);
+      throw failed;
+    } finally {
+      for (const stream of this.update.streams) stream.abort(new Error("the update is over"));
+      this.update = null;
+    }
+  }
+
+  /** Why it failed: a peer that leaves has mostly told the coordinator why, whose word is waited for, but not long. */
+  async #cause(error) {
+    for (const end = Date.now() + WORD_MS; this.update.id && !this.update.failure && Date.now() < end; ) await sleep(20);
+    return this.update.failure ?? error;
+  }
+
+  async #start(tensors, id, step, timeoutMs) {
+    const request = { request_id: this.update.requestId, manifest_id: id, trainer_step: String(step) };
+    for (let round = 1; ; round++) {
+      try {
+        await this.#announce(tensors, id);
+        const started = await this.#call("StartUpdate", { ...request, update_timeout_ms: String(timeoutMs) }, timeoutMs);
+        this.update.id = started.update_id;
+        return started;
+      } catch (error) {
+        const reason = reasonOf(error);
+        if (round === ROUNDS || !["REBIND_REQUIRED", "UNKNOWN_MANIFEST"].includes(reason)) throw error;
+        this.known.delete(id);
+        if (reason === "REBIND_REQUIRED") await this.init();
+      }
+    }
+  }
+
+  /** The update as it was decided. An answer that is lost means unknown, so then it is asked for. */
+  async #finish(named, timeoutMs) {
+    const end = Date.now() + timeoutMs;
+    try {
+      return (await this.#call("FinishUpdate", named, timeoutMs)).update;
+    } catch (error) {
+      if (!UNKNOWN.has(error.code) || this.update.failure) throw error;
+      for (;;) {
+        const asked = call(this.client, "GetUpdate", { group: this.group, update_id: named.update_id }, { token: this.token });
+        const update = (await asked.catch(() => ({ update: null }))).update;
+        if (update?.phase === "UPDATE_PHASE_COMMITTED") return update;
+        if (update && OVER.has(update.phase)) throw aborted(update);
+        if (Date.now() > end) throw error;
+        await sleep(RETRY_MS);
+      }
+    }
+  }
+
+  #named(started) {
+    return { update_id: started.update_id, epoch: started.epoch };
+  }
+
+  /** Everything: replicas that stage first, for those in place are armed once all of them have voted. */
+  async #send(tensors, started) {
+    const inPlace = started.channels.filter((c) => c.mode === "MODE_IN_PLACE");
+    const rounds = [started.channels.filter((c) => !inPlace.includes(c)), inPlace].filter((r) => r.length);
+    let sent = 0;
+    for (const [n, channels] of rounds.entries()) {
+      const buckets = rounds.length > 1 ? channels.map((c) => ({ channel_id: c.channel_id })) : []; // none: all
+      sent += await this.#round(tensors, started, String(n + 1), channels, buckets);
+    }
+    return sent;
+  }
+
+  /** Declare these channels, then move their bytes; digests follow each. */
+  async #round(tensors, started, seq, channels, buckets) {
+    const deadline = Date.now() + Number(started.remaining_ms);
+    const named = this.#named(started);
+    let sent = 0;
+    await this.#call("UpdateWeights", { ...named, seq, buckets }, Number(started.remaining_ms)); // all are armed now
+    for (const channel of channels) {
+      const fetch = async (page) => (await this.#call("GetPlan", { plan_id: channel.plan_id, page })).page;
+      const plan = await fetchPlan(fetch);
+      const binding = this.channels.get(channel.channel_id);
+      const mine = plan.buckets.filter((b) => b.sender === MEMBER);
+      const opening = { ...named, channel_id: channel.channel_id, generation: this.generation, sender: MEMBER };
+      const streams = new Map();
+      for (const receiver of new Set(mine.flatMap((b) => b.receivers))) {
+        const stream = new Stream(binding, receiver, opening);
+        streams.set(receiver, stream);
+        this.update.streams.push(stream);
+        await stream.open(deadline);
+        if (this.update.failure) throw this.update.failure;
+      }
+      const bytes = plan.regions.map((r) => (r.sender === MEMBER ? region(tensors, r) : null));
+      for (const b of mine) {
+        const parts = b.segments.map((s) => bytes[s.region].subarray(s.offset, s.offset + s.nbytes));
+        await Promise.all(b.receivers.map((r) => streams.get(r).send(b.index, parts)));
+        sent += parts.reduce((n, p) => n + p.length, 0);
+      }
+      for (const [receiver, stream] of streams) {
+        await stream.flush(mine.filter((b) => b.receivers.includes(receiver)).map((b) => b.index));
+      }
+      await this.#digests(named, channel.plan_id, bytes.filter((b) => b !== null));
+    }
+    return sent;
+  }
+
+  async #digests(named, planId, pieces) {
+    const all = pieces.map((p) => digest(p).toString());
+    for (let first = 0; first === 0 || first < all.length; first += PAGE) {
+      const page = { plan_id: planId, first, total: all.length, digests: all.slice(first, first + PAGE) };
+      await this.#call("PutDigests", { ...named, ...page });
+    }
+  }
+
+  /** Give the open update up. What fails here is no news: the coordinator ends it by its deadline all the same. */
+  async #abort(error) {
+    const reason = String(error.message ?? error).slice(0, 1000);
+    await this.#call("AbortUpdate", { update_id: this.update.id, reason }, 5000).catch(() => {});
+  }
+
+  /** Abort what is open, from a signal handler, say. */
+  stop(reason) {
+    this.#fail(new UpdateFailed(reason));
+  }
+
+  /** Give up the hold. */
+  async close() {
+    const watch = this.watch;
+    this.closed = true;
+    this.watch = null;
+    try {
+      if (this.generation !== "0") await this.#call("CloseTransfer", {}, 5000);
+    } finally {
+      watch?.cancel();
+      this.client.close();
+    }
+  }
+}
+
+function aborted(update) {
+  const failure = new UpdateFailed(`${update.failure?.reason ?? ""} ${update.failure?.message ?? "aborted"}`);
+  failure.update = update;
+  return failure;
+}
+
+function region(tensors, r) {
+  const tensor = tensors[r.tensor];
+  return r.box.length ? slice(tensor, r.box) : tensor.bytes;
+}

@@ -1,0 +1,125 @@
+"""The port of the gateway: HTTP/1.1 by uvicorn on the event loop that runs, TLS as everywhere, files read anew.
+
+Of uvicorn only the parts that keep to themselves are used: no signal handlers, no logging set up, no loop of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .tls import Tls, names_in, stamp_of
+
+__all__ = ["Listener"]
+
+log = logging.getLogger(__name__)
+
+_MOST = 256  # connections at a time; one more is told so
+_IDLE_S = 10.0  # that a connection may take to its first request, or between two
+_LOOK_S = 1.0
+_LEAVE_S = 2
+
+
+class _Connection(H11Protocol):
+    """Remembers the client's certificate; ends a connection that asks nothing."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "certificate": names_in(transport.get_extra_info("peercert"))}
+        self._asks_by = self.loop.call_later(_IDLE_S, self._idle)
+
+    def _idle(self) -> None:
+        if self.scope is None:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._asks_by.cancel()
+        super().connection_lost(exc)
+
+
+class Listener:
+    """Serves an ASGI application from ``start`` to ``close``."""
+
+    def __init__(self, app: Any, address: str, tls: Tls | None) -> None:
+        host, _, port = address.rpartition(":")
+        self._host, self._port, self._tls = host.strip("[]"), int(port), tls
+        config = uvicorn.Config(
+            app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            limit_concurrency=_MOST,
+            timeout_keep_alive=int(_IDLE_S),
+            timeout_graceful_shutdown=_LEAVE_S,
+        )
+        config.load()
+        self._config = config
+        self._server = uvicorn.Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+        self._looking: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen. Raises ``OSError`` if the port is taken, ``ssl.SSLError`` for files that are no pair."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((self._host, self._port))
+            self._socket.setblocking(False)
+            seen = self._renew()
+            await self._server.startup(sockets=[self._socket.dup()])
+        except BaseException:
+            self._socket.close()
+            raise
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        self.address = f"{shown}:{self._socket.getsockname()[1]}"
+        if self._tls is not None:
+            self._looking = asyncio.create_task(self._look(self._tls, seen))
+        log.info("gateway on %s", self.address)
+
+    def _renew(self) -> object:
+        """Read the certificates now; what they were read from."""
+        if self._tls is None:
+            return None
+        seen = stamp_of(self._tls.files)
+        self._config.ssl = self._tls.context()
+        return seen
+
+    async def _look(self, tls: Tls, seen: object) -> None:
+        """Handshakes after a change of the files have the new ones: a listener of their own takes the port over."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if stamp_of(tls.files) == seen:
+                continue
+            seen = stamp_of(tls.files)
+            older = self._server.servers
+            try:
+                self._renew()
+                await self._server.startup(sockets=[self._socket.dup()])
+            except (OSError, ValueError) as e:  # half of a rotation, perhaps
+                log.error("gateway: %s; the certificates read before stay in use", e)
+                self._server.servers = older
+                continue
+            for server in older:
+                server.close()
+
+    async def close(self) -> None:
+        """Stop; calls under way have a moment. Idempotent."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        self._socket.close()
+        if self._server.started:
+            self._server.started = False
+            await self._server.shutdown()

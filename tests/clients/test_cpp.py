@@ -1,0 +1,292 @@
+"""clients/cpp: a trainer in C++, against real processes of ours. ``make clients-cpp`` builds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.checkpoints import tiny
+from tests.cli.fleet import ROOT, Launched
+from tests.cli.test_publish_checkpoint import checkpoint
+from tests.clients import framing_vectors
+from tests.process.harness import eventually
+from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
+from weightplane.transports.digest import digest_tensor, hex_digest
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, update_pb2
+
+BUILT = ROOT / ".build-cpp"
+PROGRAM = BUILT / "publish_checkpoint"
+
+wires = pytest.mark.parametrize("wire", ["grpc", "shm"])
+built = pytest.mark.skipif(not PROGRAM.exists(), reason="make clients-cpp builds it, where Debian's packages are")
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    processes = Launched(tmp_path)
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture
+def segments() -> Iterator[Path]:
+    """A folder in shared memory: what other programs have in /dev/shm is none of ours."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+class Fleet:
+    """A control plane, and replicas whose live digests can be asked for."""
+
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+        timing = ["--beat", "0.2", "--ttl", "3"]
+        started = launched.start("plane", "controlplane", "--listen", "127.0.0.1:0", "--store", "memory:", *timing)
+        self.address = str(started["address"])
+        self.serving: dict[str, str] = {}
+
+    def replica(self, name: str, path: Path, *, staged: bool = True, **env: str) -> None:
+        flags = [f"--engine-option={k}={json.dumps(v)}" for k, v in (("path", str(path)), ("staged", staged))]
+        words = ["--address", self.address, "-g", "g", "--replica-id", name, "--generate", "127.0.0.1:0"]
+        engine = ["--engine", "tests.cli.blank_engine:make", *flags]
+        self.serving[name] = self.launched.start(name, "inference-agent", *words, *engine, env=env)["generate"]
+        request = fleet_pb2.ListReplicasRequest(group="g")
+        with self.asked() as fleet:
+
+            def here() -> bool:
+                if not fleet.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=10).groups:
+                    return False
+                return name in {r.replica_id for r in fleet.ListReplicas(request, timeout=10).replicas}
+
+            eventually(here, f"{name} is here")
+
+    def asked(self) -> Any:
+        channel = grpc.insecure_channel(self.address)
+
+        class Asked:
+            def __enter__(self) -> Any:
+                return fleet_pb2_grpc.FleetServiceStub(channel)
+
+            def __exit__(self, *_: object) -> None:
+                channel.close()
+
+        return Asked()
+
+    def get(self, name: str, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{self.serving[name]}{path}", timeout=30) as answer:
+            return dict(json.load(answer))
+
+    def newest(self) -> update_pb2.UpdateInfo | None:
+        with self.asked() as fleet:
+            if not fleet.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=10).groups:
+                return None
+            updates = fleet.ListUpdates(fleet_pb2.ListUpdatesRequest(group="g"), timeout=10).updates
+            return updates[0] if updates else None
+
+    def sends(self, version: int) -> bool:
+        """Whether bytes of this version move: some are in place."""
+        newest = self.newest()
+        return newest is not None and newest.version == version and newest.phase == update_pb2.UPDATE_PHASE_TRANSFERRING
+
+    def command(self, *args: str) -> list[str]:
+        return [str(PROGRAM), "--address", self.address, "--group", "g", *args]
+
+    def publish(self, *args: str, code: int = 0) -> dict[str, Any]:
+        done = subprocess.run(self.command(*args), capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == code, f"{args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        said: dict[str, Any] = json.loads(done.stdout)
+        assert said["committed"] == (code == 0) and bool(done.stderr) == (code != 0), done.stderr
+        return said
+
+
+def digests_of(path: Path) -> dict[str, str]:
+    source = SafetensorsSource(path)
+    return {m.name: hex_digest(digest_tensor(source.tensor(i)[0])) for i, m in enumerate(source.manifest())}
+
+
+def weights(path: Path, value: float, names: str = "w", size: int = 1 << 21) -> Path:
+    """8 MiB a tensor, and small ones of odd shapes."""
+    tensors = {f"{names}{i}": torch.full((size,), value + i) for i in range(4)}
+    odd = {"scalar": torch.tensor(value), "empty": torch.zeros(0, 3), "thin": torch.full((3, 5, 7), value).bfloat16()}
+    save_file({**tensors, **odd}, path)
+    return path
+
+
+def test_the_vectors_of_framing_are_what_the_code_says() -> None:
+    stored = json.loads(framing_vectors.FILE.read_text(encoding="utf-8"))
+    now = framing_vectors.content()
+    for rows in (stored, now):
+        for row in rows["errors"]:
+            row["details"] = framing_vectors.meaning(row["details"])
+    assert stored == now
+
+
+@built
+def test_the_library_agrees_with_every_vector_and_sees_a_changed_one(tmp_path: Path) -> None:
+    shutil.copytree(framing_vectors.FILE.parent, folder := tmp_path / "vectors")
+
+    def compared() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([BUILT / "vectors", folder], capture_output=True, text=True, timeout=60, check=False)
+
+    done = compared()
+    assert done.returncode == 0 and "0 differ" in done.stdout, done.stdout + done.stderr
+    for name, before, after in (
+        ("digests", "7ef4fa69ec1033e7", "7ef4fa69ec1033e8"),
+        ("manifests", "m-6800941cba", "m-6800941cbb"),
+        ("plans", "p-642e82dba6", "p-642e82dba7"),
+        ("framing", '"chosen":[0,1,2,3,4]', '"chosen":[0,1,2,3,5]'),
+        ("framing", '"fence":"9c05', '"fence":"9c06'),
+    ):
+        file = folder / f"{name}.json"
+        whole = file.read_text(encoding="utf-8")
+        assert before in whole
+        file.write_text(whole.replace(before, after), encoding="utf-8")
+        assert compared().returncode != 0, name
+        file.write_text(whole, encoding="utf-8")
+
+
+@built
+@wires
+def test_a_trained_model_goes_to_a_staged_and_an_in_place_replica_twice(
+    launched: Launched, tmp_path: Path, wire: str
+) -> None:
+    """One update of two modes: in-place channels come after the staged replicas' vote."""
+    first, fleet = checkpoint(), Fleet(launched)
+    second = tmp_path / "second.safetensors"
+    content = bytearray(first.read_bytes())
+    for at in range(len(content) - 80_000_000, len(content), 40_001):
+        content[at] ^= 1
+    second.write_bytes(content)
+    fleet.replica("a", first)
+    fleet.replica("b", first, staged=False)
+    for version, path in enumerate((first, second), 1):
+        said = fleet.publish("--file", str(path), "--step", str(version), "--transport", wire)
+        assert said["version"] == version and said["step"] == version and said["update_id"]
+        assert said["replicas"] == {"a": "READY", "b": "READY"} and said["seconds"] > 0 and said["gbps"] > 0
+        wanted = digests_of(path)
+        assert fleet.get("a", "/digests") == wanted and fleet.get("b", "/digests") == wanted
+        assert fleet.get("a", "/version")["version"] == version
+    assert digests_of(first) != digests_of(second)
+
+
+@built
+@wires
+def test_two_staged_replicas_share_a_channel_and_its_digests(launched: Launched, tmp_path: Path, wire: str) -> None:
+    path, fleet = weights(tmp_path / "w.safetensors", 2.0), Fleet(launched)
+    fleet.replica("a", path)
+    fleet.replica("b", path)
+    said = fleet.publish("--file", str(path), "--transport", wire)
+    assert said["bytes"] == SafetensorsSource(path).manifest().nbytes
+    assert fleet.get("a", "/digests") == fleet.get("b", "/digests") == digests_of(path)
+
+
+@built
+def test_what_is_wrong_is_said_with_its_reason_and_exit_code(launched: Launched, tmp_path: Path) -> None:
+    path, fleet = tiny(tmp_path / "one.safetensors", 1.0), Fleet(launched)
+    (tmp_path / "cut").write_bytes(path.read_bytes()[:-1])
+    (tmp_path / "text").write_text("no tensors here, only words")
+    gap = path.read_bytes().replace(b'"data_offsets": [0, 256]', b'"data_offsets": [1, 257]')
+    (tmp_path / "gap").write_bytes(gap)
+    odd = path.read_bytes().replace(b'"F32"', b'"F33"')
+    (tmp_path / "odd").write_bytes(odd)
+    for args, code, reason, told in (
+        (["--file", str(tmp_path / "cut")], 2, "INVALID_ARGUMENT", "cut: tensor"),
+        (["--file", str(tmp_path / "text")], 2, "INVALID_ARGUMENT", "not a safetensors file"),
+        (["--file", str(tmp_path / "gap")], 2, "INVALID_ARGUMENT", "gap: tensor"),
+        (["--file", str(tmp_path / "odd")], 2, "INVALID_ARGUMENT", "F33"),
+        (["--file", str(tmp_path / "none")], 2, "INVALID_ARGUMENT", "No such file"),
+        (["--file", str(tmp_path)], 2, "INVALID_ARGUMENT", "is not a file"),
+        ([], 2, "INVALID_ARGUMENT", "--group and --file are needed"),
+        (["--file", str(path), "--step", "x"], 2, "INVALID_ARGUMENT", "--step: expected a whole number"),
+        (["--file", str(path), "--transport", "nccl"], 2, "INVALID_ARGUMENT", "nccl"),
+        (["--file", str(path), "--group", "no such group"], 2, "INVALID_ARGUMENT", "group"),
+        (["--file", str(path), "--wait", "0"], 4, "NOT_ENOUGH_REPLICAS", ""),
+        (["--file", str(path), "--address", "10.255.0.1:1"], 4, "INVALID_ARGUMENT", "WEIGHTPLANE_INSECURE"),
+        (["--file", str(path), "--address", "127.0.0.1:1"], 3, "UNREACHABLE", "InitTransfer"),
+    ):
+        said = fleet.publish(*args, code=code)
+        assert said["reason"] == reason and told in said["message"], (args, said)
+
+
+@built
+def test_names_that_the_engine_does_not_have_are_refused_by_name(launched: Launched, tmp_path: Path) -> None:
+    path, fleet = weights(tmp_path / "w.safetensors", 1.0), Fleet(launched)
+    fleet.replica("a", path)
+    fleet.publish("--file", str(path))
+    said = fleet.publish("--file", str(weights(tmp_path / "x.safetensors", 1.0, "x")), code=5)
+    assert said["reason"] == "MANIFEST_MISMATCH" and "x0" in said["message"] and said["member"] == "a", said
+    assert fleet.get("a", "/version")["version"] == 1
+    assert fleet.publish("--file", str(path))["replicas"] == {"a": "READY"}
+
+
+@built
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("wire", "chunk", "number"),
+    [("grpc", 24, signal.SIGKILL), ("grpc", 24, signal.SIGTERM), ("shm", 96, signal.SIGKILL)],
+)
+def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishes(
+    launched: Launched, tmp_path: Path, wire: str, chunk: int, number: int
+) -> None:
+    """A replica is slow at one chunk of the second publish, so that the trainer is amid its bytes when it ends."""
+    one, two = (weights(tmp_path / f"{v}.safetensors", v) for v in (1.0, 2.0))
+    fleet = Fleet(launched)
+    fleet.replica("a", one, WEIGHTPLANE_FAILPOINTS=f"{wire}.receive.inside=block:6@{chunk}")
+    fleet.replica("b", one)
+    assert fleet.publish("--file", str(one), "--transport", wire)["version"] == 1
+    trainer = subprocess.Popen(
+        fleet.command("--file", str(two), "--transport", wire),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        eventually(lambda: fleet.sends(2), "it sends")
+        held = fleet.publish("--file", str(two), code=4)
+        assert held["reason"] == "TRAINER_HELD"
+        os.kill(trainer.pid, number)
+        out, told = trainer.communicate(timeout=30)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    if number == signal.SIGTERM:
+        assert trainer.returncode == 130 and "SIGTERM" in told, told
+        assert json.loads(out)["reason"] == "ABORTED_BY_CALLER"
+    eventually(lambda: (u := fleet.newest()) and u.phase == update_pb2.UPDATE_PHASE_ABORTED, "the update ends")
+    for name in ("a", "b"):
+        assert fleet.get(name, "/digests") == digests_of(one) and fleet.get(name, "/version")["version"] == 1
+    both = {"a": "READY", "b": "READY"}
+    said = fleet.publish("--file", str(two), "--takeover", "--transport", wire)
+    if said["replicas"] != both:  # a's six seconds are not over: it joins the next one
+        assert said["replicas"] == {"b": "READY"}
+        eventually(lambda: fleet.publish("--file", str(two), "--transport", wire)["replicas"] == both, "a takes part")
+    assert fleet.get("a", "/digests") == fleet.get("b", "/digests") == digests_of(two)
+
+
+@built
+@pytest.mark.chaos
+@pytest.mark.parametrize(("wire", "chunk"), [("grpc", 7), ("shm", 30)])
+def test_a_replica_that_dies_in_mid_update_ends_the_trainer_with_its_name(
+    launched: Launched, tmp_path: Path, segments: Path, monkeypatch: pytest.MonkeyPatch, wire: str, chunk: int
+) -> None:
+    monkeypatch.setenv("WEIGHTPLANE_SHM_DIR", str(segments))
+    one, fleet = weights(tmp_path / "one.safetensors", 1.0), Fleet(launched)
+    fleet.replica("a", one, WEIGHTPLANE_FAILPOINTS=f"{wire}.receive.inside=kill@{chunk}")
+    fleet.replica("b", one)
+    said = fleet.publish("--file", str(one), "--transport", wire, code=5)
+    assert said["reason"] == "MEMBER_LOST" and said["member"] == "a", said
+    assert fleet.publish("--file", str(one), "--transport", wire)["replicas"] == {"b": "READY"}
+    assert not [p.name for p in segments.iterdir() if p.is_file()]

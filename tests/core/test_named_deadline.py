@@ -1,0 +1,113 @@
+"""Who is named when time is up: not whoever says so first, but who is behind; and whom a commit did not reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.harness import Group
+from weightplane.controlplane.core import events, progress
+from weightplane.controlplane.core.model import Phase, Stage, Update
+from weightplane.controlplane.core.reasons import Failure, Reason
+
+UP = Failure(Reason.DEADLINE, "did not vote in time; was at joined")
+
+
+def open_group(**options: Any) -> Group:
+    return Group(replicas=3).fleet().to(Phase.TRANSFERRING, update_timeout_s=10.0, **options)
+
+
+def ended(g: Group) -> Update:
+    u = g.s.open or g.s.history["u1"]
+    assert u.phase in (Phase.ABORTING, Phase.ABORTED)
+    return u
+
+
+def test_who_is_behind_all_others_is_named() -> None:
+    g = open_group()
+    for name, nbytes in (("r0", 8), ("r1", 4), ("r2", 8)):
+        g.say(Stage.ARMED, name, bytes_received=nbytes)
+    g.sleep(9.5)
+    failure = ended(g).failure
+    assert failure is not None and failure.reason is Reason.DEADLINE and failure.member == "r1"
+    assert "r1 is furthest behind, with 4 bytes" in failure.message
+
+
+def test_nobody_is_named_where_all_have_got_equally_far() -> None:
+    g = open_group()
+    for name in ("r0", "r1", "r2"):
+        g.say(Stage.ARMED, name, bytes_received=8)
+    g.sleep(9.5)
+    failure = ended(g).failure
+    assert failure is not None and failure.reason is Reason.DEADLINE and failure.member == ""
+
+
+def first_to_say_so() -> Group:
+    """r2 says that time is up a moment before the coordinator's clock does; r1 holds all of them up."""
+    g = open_group()
+    g.finish()
+    for name, nbytes in (("r0", 8), ("r1", 4), ("r2", 8)):
+        g.say(Stage.ARMED, name, bytes_received=nbytes)
+    u = g.s.open
+    assert u is not None
+    g.sleep(u.prepare_deadline - g.now - 0.05)
+    g.say(Stage.ABORTED, "r2", failure=UP)
+    return g
+
+
+def test_who_says_first_that_time_is_up_is_not_named() -> None:
+    g = first_to_say_so()
+    failure = ended(g).failure
+    assert failure is not None and failure.reason is Reason.DEADLINE and failure.member == "r1", failure
+    assert {n: r.failures_in_a_row for n, r in g.s.replicas.items()} == {"r0": 0, "r1": 1, "r2": 0}
+
+
+def test_without_that_rule_an_innocent_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted defect."""
+    monkeypatch.setattr(progress, "_EARLY_S", -1e9)
+    failure = ended(first_to_say_so()).failure
+    assert failure is not None and failure.member == "r2"
+
+
+def sender_says(before_s: float, rank: int = -1) -> Failure:
+    """The sender lost r2 so long before the deadline, and aborts; r1 is behind all others. Why the update failed."""
+    g = open_group()
+    for name, nbytes in (("r0", 8), ("r1", 4), ("r2", 8)):
+        g.say(Stage.ARMED, name, bytes_received=nbytes)
+    u = g.s.open
+    assert u is not None
+    g.sleep(u.prepare_deadline - g.now - before_s)
+    lost = "rank/0 cannot send: PeerLost: 'r2/0' aborted its side"
+    g.do(events.AbortUpdate("abort", 1e9, u.generation, "u1", lost, rank))
+    failure = ended(g).failure
+    assert failure is not None
+    return failure
+
+
+def test_P18_a_sender_that_lost_a_peer_as_time_ran_out_is_not_taken_at_its_word() -> None:
+    """That peer ended by its own clock, a moment before the coordinator's."""
+    failure = sender_says(0.05)
+    assert failure.reason is Reason.DEADLINE and failure.member == "r1" and failure.phase == "TRANSFERRING", failure
+    assert "r1 is furthest behind, with 4 bytes" in failure.message
+    assert sender_says(2.0).reason is Reason.ABORTED_BY_CALLER, "long before it"
+    assert sender_says(0.05, rank=0).reason is Reason.PEER_RANK_FAILED, "what its own code did"
+
+
+def test_one_that_gives_up_long_before_the_deadline_is_named() -> None:
+    g = open_group()
+    g.say(Stage.ABORTED, "r2", failure=UP)
+    failure = ended(g).failure
+    assert failure is not None and failure.member == "r2"
+
+
+def test_whom_a_commit_did_not_reach_by_the_deadline_is_pending_for_a_reason() -> None:
+    g = Group().fleet().to(Phase.VERIFYING)
+    g.finish()
+    g.vote()
+    g.applied("r0")
+    g.sleep(121)
+    parts = g.s.history["u1"].parts
+    assert parts["r0"].failure is None
+    failure = parts["r1"].failure
+    assert failure is not None and failure.reason is Reason.DEADLINE and failure.member == "r1"

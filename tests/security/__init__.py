@@ -1,0 +1,1 @@
+"""Identities, TLS, strangers, pickles and junk, mostly against real processes."""

@@ -1,0 +1,203 @@
+"""What load balancers and orchestrators ask: over HTTP, and gRPC's own health service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.server.certificates import HAS_OPENSSL, authority, certificate
+from tests.server.scripted import FAST, dial, fleet, server
+from weightplane.controlplane.server.app import Running, ServerConfig, serve
+from weightplane.controlplane.server.probes import answer
+from weightplane.controlplane.server.security import Security, Tls, parse_tokens
+from weightplane.controlplane.store.memory import MemoryStore
+from weightplane.v1 import fleet_pb2 as fl
+
+TOKEN = "viewer-s3cret-s3cret"
+
+
+@contextlib.asynccontextmanager
+async def probed(security: Security | None = None) -> AsyncIterator[Running]:
+    config = ServerConfig(MemoryStore(), core=FAST, security=security or Security(), probes="127.0.0.1:0")
+    async with server(config) as running:
+        yield running
+
+
+def _get(address: str, path: str, headers: dict[str, str], context: Any) -> tuple[int, dict[str, Any]]:
+    host, _, port = address.rpartition(":")
+    made = (
+        http.client.HTTPSConnection(host, int(port), timeout=10, context=context)
+        if context is not None
+        else http.client.HTTPConnection(host, int(port), timeout=10)
+    )
+    with contextlib.closing(made) as connection:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+async def get(running: Running, path: str, context: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
+    return await asyncio.to_thread(_get, running.probes, path, headers, context)
+
+
+async def test_alive_ready_and_routable_are_three_answers() -> None:
+    async with probed() as running, fleet(running.address, 2) as (trainer, replicas):
+        assert await get(running, "/livez") == (200, {"ok": True})
+        assert (await get(running, "/readyz"))[0] == 200
+        r0 = "/groups/g/replicas/r0"
+        assert (await get(running, f"{r0}/livez"))[0] == 200
+        status, said = await get(running, f"{r0}/readyz")
+        assert status == 503 and "JOINING" in said["reason"]
+        await trainer.publish()
+        assert await get(running, f"{r0}/routable?min_version=1") == (200, {"ok": True, "reason": "", "version": 1})
+        status, said = await get(running, f"{r0}/routable?min_version=2")
+        assert status == 503 and said["reason"] == "it holds version 1, below 2" and said["version"] == 1
+        status, said = await get(running, "/groups/g/routable")
+        assert status == 200 and sorted(said["replicas"]) == ["r0", "r1"] and not said["others"]
+        drain = fl.DrainReplicaRequest(request_id="d", group="g", replica_id="r0")
+        await trainer.fleet.DrainReplica(drain, timeout=5)
+        status, said = await get(running, "/groups/g/routable")
+        assert status == 200 and list(said["replicas"]) == ["r1"] and said["others"] == {"r0": "it is DRAINING"}
+        assert (await get(running, f"{r0}/readyz"))[0] == 200, "a replica that drains is ready, and not to be sent more"
+        await replicas[1].kill()
+        end = time.monotonic() + 10
+        while (await get(running, "/groups/g/routable"))[0] == 200:
+            assert time.monotonic() < end
+        assert (await get(running, "/groups/g/replicas/r1/livez"))[0] == 503
+
+
+async def test_an_update_changes_none_of_them() -> None:
+    async with probed() as running, fleet(running.address, 1) as (trainer, replicas):
+        await trainer.publish()
+        paths = [f"/groups/g/replicas/r0/{what}" for what in ("livez", "readyz", "routable?min_version=1")]  # held
+        seen: list[int] = []
+
+        async def look(_: Any) -> None:
+            seen.extend([(await get(running, p))[0] for p in paths])
+
+        replicas[0].hooks = dict.fromkeys(("join", "arm", "prepare", "apply"), look)
+        await trainer.publish()
+        assert seen == [200] * 12
+
+
+async def test_what_is_not_there_is_said() -> None:
+    async with probed() as running, fleet(running.address, 1) as (trainer, _):
+        del trainer
+        for path, status, word in (
+            ("/", 404, "/livez"),
+            ("/groups/g", 404, "expected"),
+            ("/groups/h/readyz", 404, "no group 'h'"),
+            ("/groups/g/replicas/r9/readyz", 404, "no replica 'r9'"),
+            ("/groups/g/workers/r0/readyz", 404, "no replica"),
+            ("/groups/g/routable?min_version=x", 400, "min_version"),
+            ("/groups/g/routable?min_version=-1", 400, "min_version"),
+            ("/groups/g/routable?minimum=1", 400, "min_version"),
+            ("/groups/g/readyz?min_version=1", 400, "routable alone"),
+        ):
+            found, said = await get(running, path)
+            assert found == status and word in said["reason"] and said["ok"] is False, path
+        assert answer(running.coordinator, "http://[/livez")[0] == 400
+
+
+async def test_groups_are_told_to_those_who_may_know_and_life_to_everybody() -> None:
+    tokens = parse_tokens(f"viewer {TOKEN}\nviewer@other {TOKEN}-2")
+    async with probed(Security(tokens=tokens)) as running:
+        running.coordinator.ensure("g")
+        for path in ("/livez", "/readyz"):
+            assert (await get(running, path))[0] == 200
+        assert (await get(running, "/groups/g/livez"))[0] == 401
+        assert (await get(running, "/groups/g/livez", authorization="Bearer wrong-wrong-wrong-wrong"))[0] == 401
+        status, said = await get(running, "/groups/g/livez", authorization=f"Bearer {TOKEN}")
+        assert status == 503 and said["replicas"] == {}
+        status, said = await get(running, "/groups/g/livez", authorization=f"Bearer {TOKEN}-2")
+        assert status == 403 and "other" in said["reason"]
+
+
+@pytest.mark.skipif(not HAS_OPENSSL, reason="needs the openssl command")
+async def test_tls_serves_probes_too_and_a_certificate_names_the_caller(tmp_path: Path) -> None:
+    import ssl
+
+    ca = authority(tmp_path)
+    tls = Tls(*certificate(tmp_path, "server", "server"), client_ca=ca)
+    async with probed(Security(tls=tls)) as running:
+        running.coordinator.ensure("g")
+        nobody, viewer = ssl.create_default_context(cafile=str(ca)), ssl.create_default_context(cafile=str(ca))
+        viewer.load_cert_chain(*certificate(tmp_path, "viewer", "viewer/v"))
+        assert (await get(running, "/livez", nobody))[0] == 200
+        assert (await get(running, "/groups/g/readyz", nobody))[0] == 401
+        assert (await get(running, "/groups/g/readyz", viewer))[0] == 503
+        with pytest.raises((OSError, http.client.HTTPException)):
+            await get(running, "/livez")
+
+
+async def test_silent_clients_hold_up_nobody_and_one_too_many_is_closed() -> None:
+    async with probed() as running:
+        host, _, port = running.probes.rpartition(":")
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):
+                stack.enter_context(contextlib.closing(socket.create_connection((host, int(port)))))
+            assert (await get(running, "/livez"))[0] == 200
+            more = [
+                stack.enter_context(contextlib.closing(socket.create_connection((host, int(port))))) for _ in range(8)
+            ]
+            more[-1].settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.to_thread(more[-1].recv, 1) == b"", "closed at once"
+
+
+async def test_a_blocked_event_loop_is_not_alive() -> None:
+    async with probed() as running:
+        asked = asyncio.create_task(get(running, "/livez"))
+        await asyncio.sleep(0)  # the thread is on its way
+        time.sleep(3.5)  # noqa: ASYNC251 - what is tested
+        status, said = await asked
+        assert status == 503 and "event loop" in said["reason"]
+        assert (await get(running, "/livez"))[0] == 200
+
+
+async def test_a_taken_port_is_an_error_and_a_stopped_server_lets_go_of_its_own() -> None:
+    async with probed() as running:
+        config = ServerConfig(MemoryStore(), core=FAST, probes=running.probes)
+        with pytest.raises(OSError):
+            await serve(config)
+        address = running.probes
+    host, _, port = address.rpartition(":")
+    with pytest.raises(OSError):
+        socket.create_connection((host, int(port)), 2)
+
+
+def test_probes_in_the_open_need_protection_as_the_rest_does() -> None:
+    with pytest.raises(ValueError, match="not loopback"):
+        asyncio.run(serve(ServerConfig(MemoryStore(), probes="0.0.0.0:0")))
+
+
+async def test_grpc_health_says_of_each_service_whether_this_coordinator_leads() -> None:
+    async with server(
+        ServerConfig(MemoryStore(), core=FAST, security=Security(tokens=parse_tokens(f"viewer {TOKEN}")))
+    ) as r:
+        async with dial(r.address) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            serving = health_pb2.HealthCheckResponse.SERVING
+            for service in ("", *(f"weightplane.v1.{n}Service" for n in ("WeightTransfer", "Fleet", "Agent"))):
+                asked = health_pb2.HealthCheckRequest(service=service)
+                assert (await health.Check(asked)).status == serving  # no token, no deadline
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await health.Check(health_pb2.HealthCheckRequest(service="weightplane.v1.Other"), timeout=5)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            watched = health.Watch(health_pb2.HealthCheckRequest(service="weightplane.v1.FleetService"), timeout=20)
+            assert (await watched.read()).status == serving
+            r.coordinator.step_down("a test")
+            assert (await watched.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert (await watched.read()).status == serving, "it took over again"
+            watched.cancel()
