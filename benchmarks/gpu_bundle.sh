@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-PACKAGES="nccl4py==0.6.0 nixl-cu13==1.5.1 xxhash==4.1.0 grpcio-health-checking==1.85.1 grpcio-status==1.85.3 googleapis-common-protos==1.76.0 pytest-asyncio==1.5.0"
+PACKAGES="nccl4py==0.6.0 nixl-cu13==1.5.1 xxhash==4.1.0 grpcio-health-checking==1.80.0 grpcio-status==1.80.0 googleapis-common-protos==1.76.0 pytest-asyncio==1.5.0"
 TAGS=""
 for tag in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux1; do TAGS="$TAGS --platform ${tag}_x86_64"; done
 
@@ -21,7 +21,9 @@ done
 if [ ! -e .carry-gpu/site.tar.xz ] || [ -n "$(find .carry-wheels "$0" -newer .carry-gpu/site.tar.xz -print -quit)" ]; then
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
-  for wheel in .carry-wheels/*.whl; do "$PYTHON" -m zipfile -e "$wheel" "$site"; done
+  for package in $PACKAGES; do # not what an earlier list left here
+    "$PYTHON" -m zipfile -e .carry-wheels/"$(echo "${package%%==*}" | tr - _)-${package##*==}"-*.whl "$site"
+  done
   rm -rf "$site"/nixl_ep_cu13 "$site"/nixl_cu13.scripts "$site"/*.data "$site"/nixl_cu13.libs/ucx/libucx_perftest*
   tar -C "$site" -cf - . | xz -6 -T0 >.carry-gpu/site.tar.xz
 fi

@@ -111,6 +111,7 @@ void Publication::init() {
     token_.generation = bound_.generation();
     if (!watch_)
         watch_ = std::make_unique<Watch>(plane_, options_.group, token_.generation, stop_);
+    watch_->held_by(in_seconds(kCall));
 }
 
 // The manifest in pages, and that this trainer holds all of it.

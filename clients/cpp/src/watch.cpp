@@ -16,10 +16,24 @@ Watch::~Watch() {
     thread_.join();
 }
 
+void Watch::held_by(Deadline end) {
+    {
+        const Stop::Listener wake(stop_, [this] {
+            const std::lock_guard held(lock_);
+            heard_.notify_all();
+        });
+        std::unique_lock held(lock_);
+        heard_.wait_until(held, end, [this] { return held_ || stop_.is_set(); });
+    }
+    stop_.check();
+}
+
 void Watch::follow(const std::string &update_id) {
-    const std::lock_guard held(lock_);
-    update_id_ = update_id;
-    judge(latest_);
+    {
+        const std::lock_guard held(lock_);
+        update_id_ = update_id;
+    }
+    judge();
 }
 
 void Watch::run() {
@@ -57,14 +71,24 @@ void Watch::hear(const v1::WatchUpdateResponse &event) {
         stop_.set(Error(Exit::failed, "TRAINER_FENCED", "another trainer took the group over"));
         return;
     }
-    const std::lock_guard held(lock_);
-    if (event.has_update())
-        latest_ = event.update();
-    judge(latest_);
+    {
+        const std::lock_guard held(lock_);
+        held_ = true;
+        heard_.notify_all();
+        if (event.has_update())
+            latest_ = event.update();
+    }
+    judge();
 }
 
-void Watch::judge(const v1::UpdateInfo &update) {
-    const bool ends = update.phase() == v1::UPDATE_PHASE_ABORTING || update.phase() == v1::UPDATE_PHASE_ABORTED;
-    if (ends && !update_id_.empty() && update.update_id() == update_id_)
-        stop_.set(aborted(update));
+// Sets `stop_` with no lock held: what listens to it takes the lock.
+void Watch::judge() {
+    std::unique_lock held(lock_);
+    const auto phase = latest_.phase();
+    const bool ends = phase == v1::UPDATE_PHASE_ABORTING || phase == v1::UPDATE_PHASE_ABORTED;
+    if (!ends || update_id_.empty() || latest_.update_id() != update_id_)
+        return;
+    const auto why = aborted(latest_);
+    held.unlock();
+    stop_.set(why);
 }

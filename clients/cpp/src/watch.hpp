@@ -1,7 +1,7 @@
 // The lease: a WatchUpdate stream that lives as long as this object, and tells of aborts and of being fenced.
 #pragma once
 
-#include <atomic>
+#include <condition_variable>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -16,12 +16,14 @@ public:
     Watch(const Watch &) = delete;
     Watch &operator=(const Watch &) = delete;
 
+    // Returns once the control plane has answered, so that the lease is held, or at `end`; throws why all stops.
+    void held_by(Deadline end);
     void follow(const std::string &update_id);
 
 private:
     void run();
     void hear(const weightplane::v1::WatchUpdateResponse &event);
-    void judge(const weightplane::v1::UpdateInfo &update);
+    void judge();
 
     ControlPlane &plane_;
     const std::string group_;
@@ -29,6 +31,8 @@ private:
     Stop &stop_;
     Stop over_; // this object ends
     std::mutex lock_;
+    std::condition_variable heard_;
+    bool held_ = false;
     std::string update_id_;
     weightplane::v1::UpdateInfo latest_;
     std::thread thread_;

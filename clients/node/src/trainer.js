@@ -12,6 +12,7 @@ import { fetchPlan } from "./plan.js";
 const MEMBER = "rank/0";
 const PAGE = 4000; // tensors or digests of one call: gRPC's messages end at 4 MB
 const ROUNDS = 4; // of binding again, should replicas come and go meanwhile
+const CALL_MS = 30_000;
 const RETRY_MS = 200;
 const WORD_MS = 1000;
 const FENCED = "another trainer took the group over: stop, and do not init again";
@@ -39,7 +40,7 @@ export class Trainer {
   }
 
   /** One call. While nobody answers it is made again with the same request_id, so that it is carried out once. */
-  async #call(method, fields, timeoutMs = 30_000) {
+  async #call(method, fields, timeoutMs = CALL_MS) {
     const request = { request_id: randomUUID(), group: this.group, generation: this.generation, ...fields };
     const end = Date.now() + timeoutMs;
     for (;;) {
@@ -68,13 +69,13 @@ export class Trainer {
     if (answer.generation !== this.generation) {
       this.generation = answer.generation;
       this.known.clear();
-      this.#hold();
+      await this.#hold();
     }
     return answer;
   }
 
-  /** The lease: a stream that lives as long as we do, and tells what becomes of updates. One that breaks is opened
-   * again; what an open update waits for is told by its calls. */
+  /** The lease: a stream that lives as long as we do, and tells what becomes of updates. Resolves once it is held, or
+   * has failed. One that breaks is opened again; what an open update waits for is told by its calls. */
   #hold() {
     this.watch?.cancel();
     const watch = this.client.WatchUpdate({ group: this.group, generation: this.generation }, metadata(this.token));
@@ -91,6 +92,10 @@ export class Trainer {
     };
     watch.on("error", again);
     watch.on("end", again);
+    return new Promise((resolve) => {
+      const timer = setTimeout(resolve, CALL_MS);
+      for (const event of ["data", "error", "end"]) watch.once(event, () => (clearTimeout(timer), resolve()));
+    });
   }
 
   /** Our side of an abort: every stream ends, whatever waits on one hears why. */

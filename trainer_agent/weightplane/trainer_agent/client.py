@@ -31,20 +31,18 @@ class Client:
         self.fleet: Any = fleet_pb2_grpc.FleetServiceStub(self._channel)
         self.agent: Any = agent_pb2_grpc.AgentServiceStub(self._channel)
 
-    def call(self, method: str, request: Any, deadline: float, stop: Stop | None = None, *, retry: bool = True) -> Any:
+    def call(self, method: str, request: Any, deadline: float, stop: Stop | None = None) -> Any:
         """One logical call of WeightTransferService (or FleetService), tried again on UNAVAILABLE until ``deadline``.
 
         Every mutating request carries its request_id, so that a repeat is harmless. Raises ``RpcRefused`` for an answer
         that is a refusal, ``Unanswered`` when the outcome is unknown, and ``stop``'s reason as soon as it has one.
         """
-        return self.begin(method, request, deadline, stop, retry=retry).wait()
+        return self.begin(method, request, deadline, stop).wait()
 
-    def begin(
-        self, method: str, request: Any, deadline: float, stop: Stop | None = None, *, retry: bool = True
-    ) -> Pending:
+    def begin(self, method: str, request: Any, deadline: float, stop: Stop | None = None) -> Pending:
         """The same, on its way while the caller does something else; then ``wait``."""
         stub = getattr(self.transfer, method, None) or getattr(self.fleet, method)
-        return Pending(method, stub, request, deadline, stop or Stop(), self.dial.metadata, retry=retry)
+        return Pending(method, stub, request, deadline, stop or Stop(), self.dial.metadata)
 
     def unreachable(self, error: Unanswered) -> CoordinatorUnreachable:
         """The exception for a call that opens nothing and got no answer."""
@@ -61,11 +59,9 @@ class Client:
 class Pending:
     """A call under way. ``wait`` once, from one thread, or ``cancel``."""
 
-    def __init__(
-        self, method: str, stub: Any, request: Any, deadline: float, stop: Stop, metadata: Any, *, retry: bool
-    ) -> None:
+    def __init__(self, method: str, stub: Any, request: Any, deadline: float, stop: Stop, metadata: Any) -> None:
         self._method, self._stub, self._request = method, stub, request
-        self._deadline, self._stop, self._metadata, self._retry = deadline, stop, metadata, retry
+        self._deadline, self._stop, self._metadata = deadline, stop, metadata
         self._future = self._send()
 
     def _send(self) -> Any:
@@ -91,7 +87,7 @@ class Pending:
                 return found
             wait = pause * random.uniform(0.5, 1.5)
             pause = min(2 * pause, _BACKOFF_S[1])
-            again = self._retry and found.code is grpc.StatusCode.UNAVAILABLE
+            again = found.code is grpc.StatusCode.UNAVAILABLE
             if not again or time.monotonic() + wait >= self._deadline:
                 raise found
             self._stop.wait(lambda: False, time.monotonic() + wait)

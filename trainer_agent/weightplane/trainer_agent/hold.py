@@ -300,7 +300,7 @@ class Hold:
                 request_id=uuid.uuid4().hex, group=self.group, generation=self.generation, rank=self.settings.rank
             )
             try:
-                self.client.call("CloseTransfer", request, time.monotonic() + 2.0, retry=False)
+                self.client.call("CloseTransfer", request, time.monotonic() + 2.0)
             except (RpcRefused, Unanswered) as e:
                 log.info("group %s: the hold was not given up: %s", self.group, e)
         if self._watch is not None:
