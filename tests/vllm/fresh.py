@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .models import COLLECT, ENVIRONMENT, quick
+from .models import CARD, COLLECT, ENVIRONMENT, quick
 
 LONGEST = 4096
 #: Requests that are in flight for a while are longer than the tests' models say they can be.
@@ -57,6 +57,7 @@ def _of(folder: str, cases: list[Case]) -> list[list[int]]:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=64 << 20,
         hf_overrides=OVERRIDES,
+        **CARD,
     )
     prompts: Any = [{"prompt_token_ids": p} for _, p, _ in cases]
     each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, _, n in cases]

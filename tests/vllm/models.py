@@ -17,8 +17,13 @@ TOKENS = 24
 COLLECT = gc.collect
 #: Of two processes that run tests side by side each has a core for its engines.
 CORE = "1" if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else "0"
+_HAS_CARD = Path("/dev/nvidiactl").exists()
+#: What every engine of these tests is made with on a GPU: attention that needs no kernels of others, a share of the card.
+CARD: dict[str, Any] = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.15} if _HAS_CARD else {}
+_ON_A_CARD = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_HOST_IP": "127.0.0.1"}
 #: What every vLLM of these tests is run with.
 ENVIRONMENT = {
+    **(_ON_A_CARD if _HAS_CARD else {}),
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -150,6 +155,7 @@ def _generate(folder: str) -> list[list[int]]:
         max_num_seqs=8,
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=64 << 20,
+        **CARD,
     )
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     prompts: Any = [{"prompt_token_ids": p} for p in PROMPTS]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .fresh import LONGEST, OVERRIDES
-from .models import CORE, ENVIRONMENT, PROMPTS, TOKENS, dtype_of
+from .models import CARD, CORE, ENVIRONMENT, PROMPTS, TOKENS, dtype_of
 
 START_S = 240.0
 #: Of a server whose requests may be long, and that tells versions and cached tokens of each output.
@@ -78,6 +78,7 @@ class VllmServer:
             "--host": "127.0.0.1",
             "--port": str(self.port),
             "--weight-transfer-config": json.dumps({"backend": "weightplane"}),
+            **{f"--{k.replace('_', '-')}": str(v) for k, v in CARD.items()},
             **self.options,
         }
         # Its processes spin while requests run: without a core left over they would keep the publish waiting.
