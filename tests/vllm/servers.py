@@ -13,6 +13,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from .fresh import LONGEST, OVERRIDES
 from .models import CARD, CORE, ENVIRONMENT, PROMPTS, TOKENS, dtype_of
 
 START_S = 240.0
+#: vLLM 0.26 serves ``/inference/v1`` without being asked, and does not know the option.
+_ASKS_FOR_SCALE_OUT = find_spec("vllm") is not None and not version("vllm").startswith("0.26.")
 #: Of a server whose requests may be long, and that tells versions and cached tokens of each output.
 TELLING = {
     "--max-model-len": str(LONGEST),
     "--hf-overrides": json.dumps(OVERRIDES),
     "--block-size": "32",
-    "--enable-scale-out": "",
+    **({"--enable-scale-out": ""} if _ASKS_FOR_SCALE_OUT else {}),
     "--enable-prompt-tokens-details": "",
 }
 
