@@ -1,0 +1,1 @@
+"""Whether engine and trainer compute the same policy: audit of settings, probe, diagnosis, figures per batch."""
