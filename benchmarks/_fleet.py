@@ -123,6 +123,8 @@ class Fleet:
         for r in self.receivers:
             r.call("sockets.connect", port=port)
         self.sender.call("sockets.accept", receivers=len(self.receivers))
+        if len(self.receivers) == 1:
+            self.sender.call("bare_grpc.connect", port=self.receivers[0].call("bare_grpc.listen"))
 
     def join(self) -> None:
         """The group of torch.distributed."""
@@ -144,10 +146,10 @@ class Fleet:
         answer = self.receivers[0].call(op)
         return _sample([answer], answer["start"])
 
-    def socket(self) -> Sample:
-        """Until every receiver has all by plain socket."""
+    def socket(self, by: str = "sockets") -> Sample:
+        """Until every receiver has all by plain socket, or by what else has ``send`` and ``receive``."""
         for p in self.members:
-            p.tell("sockets.send" if p is self.sender else "sockets.receive")
+            p.tell(f"{by}.send" if p is self.sender else f"{by}.receive")
         answers = [p.answer() for p in self.members]
         return _sample(answers, answers[-1]["start"])
 

@@ -10,6 +10,7 @@ figures say little; ``--patience`` waits for calm moments.
 Limits run in the same rounds, in the same processes. On the CPU, into the same memory:
   memcpy          every receiver copies as many bytes from memory of its own, all at once
   socket          the sender's plain TCP sockets over loopback, ``sendall`` to ``recv_into``, a thread for each receiver
+  bare grpc       (one receiver) gRPC's Python alone: ready-made messages of 2 MiB, counted and let go
   broadcast each  torch.distributed (gloo) broadcasts tensor after tensor, to at most 2 receivers
   copies          (10,000 tiny tensors) one process copies each tensor with ``copy_``
 With ``--device cuda`` (sender on GPU 0, receivers on GPU 1 …, or all on GPU 0 with ``--colocated``), 4 GiB at a time:
@@ -152,6 +153,8 @@ class Case:
         elif self.layout == "cpu":
             fleet.connect()
             found |= {"memcpy": partial(together, "host.memcpy"), "socket": fleet.socket}
+            if self.receivers == 1:
+                found["bare grpc"] = partial(fleet.socket, "bare_grpc")
             if self.receivers <= 2:
                 found["broadcast each"] = partial(broadcast, "each")
         else:
