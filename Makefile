@@ -3,6 +3,8 @@
 #            TORCH   the torch requirement, installed before everything else (torch==2.13.0+cpu, a wheel's path, …)
 #            JOBS    processes that share the files of test, then one for what is marked alone; 0: one for all
 #            ARGS    extra arguments of test (pytest), demo and bench: make test ARGS=tests/core
+#            WEIGHTPLANE_NEEDS_CLIENTS  clients (cpp, node; 1: all) whose tests fail where they are not built, rather than
+#                    skip; by default those whose tools are here
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 JOBS   ?= 0
@@ -100,6 +102,10 @@ clients/node/node_modules/.stamp: clients/node/package-lock.json
 
 clients-cpp: ## build the C++ client into .build-cpp (as root: installs Debian's packages for it)
 	@clients/cpp/build.sh
+
+# Recursive, and asked when the tests begin: clients-cpp may have installed what was missing.
+WEIGHTPLANE_NEEDS_CLIENTS ?= $(if $(shell command -v npm),node) $(if $(shell test -f .build-cpp/Makefile && echo x),cpp)
+export WEIGHTPLANE_NEEDS_CLIENTS
 
 # Two parts with JOBS: both are run and either fails the target. pytest ends with 5 where it selects nothing, and one
 # part may be empty (ARGS=tests/core), not both.

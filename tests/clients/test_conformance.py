@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 
 import pytest
 
-from tests.cli.fleet import ROOT
 from tests.clients import bad_client
 from tests.clients.conformance import verdict
+from tests.clients.needs import NODE, PROGRAM, need
 from tests.clients.rules import RULES
 from tests.clients.stage import Client
 
 HERE = "tests.clients"
-NODE, CPP = ROOT / "clients" / "node", ROOT / ".build-cpp" / "publish_checkpoint"
 CLIENTS = {
     "python": Client([sys.executable, "-m", f"{HERE}.python_client"]),
     "node": Client(["node", str(NODE / "bin" / "publish.js")]),
-    "cpp": Client([str(CPP)]),
+    "cpp": Client([str(PROGRAM), "--transport", "grpc"]),
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("language", CLIENTS)
 def test_a_trainer_keeps_the_rule(language: str, rule: str) -> None:
-    if language == "node" and not (shutil.which("node") and (NODE / "node_modules" / ".stamp").exists()):
-        pytest.skip("needs Node, and what npm installs for clients/node")
-    if language == "cpp" and not CPP.exists():
-        pytest.skip("make clients-cpp could not build the C++ client here")
+    if language != "python":
+        need(language)
     assert verdict(rule, CLIENTS[language]) == ""
 
 

@@ -19,19 +19,20 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.checkpoints import tiny
-from tests.cli.fleet import ROOT, Launched
+from tests.cli.fleet import Launched
 from tests.cli.test_publish_checkpoint import checkpoint
 from tests.clients import framing_vectors
+from tests.clients.needs import PROGRAM
 from tests.process.harness import eventually
 from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
 from weightplane.transports.digest import digest_tensor, hex_digest
+from weightplane.transports.pull_wire import host_id
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, update_pb2
 
-BUILT = ROOT / ".build-cpp"
-PROGRAM = BUILT / "publish_checkpoint"
+BUILT = PROGRAM.parent
 
 wires = pytest.mark.parametrize("wire", ["grpc", "shm"])
-built = pytest.mark.skipif(not PROGRAM.exists(), reason="make clients-cpp builds it, where Debian's packages are")
+built = pytest.mark.usefixtures("cpp")
 
 
 @pytest.fixture
@@ -58,9 +59,11 @@ class Fleet:
         self.address = str(started["address"])
         self.serving: dict[str, str] = {}
 
-    def replica(self, name: str, path: Path, *, staged: bool = True, **env: str) -> None:
+    def replica(self, name: str, path: Path, *, staged: bool = True, only: str = "", **env: str) -> None:
+        """``only``: the one transport that it offers."""
         flags = [f"--engine-option={k}={json.dumps(v)}" for k, v in (("path", str(path)), ("staged", staged))]
         words = ["--address", self.address, "-g", "g", "--replica-id", name, "--generate", "127.0.0.1:0"]
+        words += ["--transport", only] if only else []
         engine = ["--engine", "tests.cli.blank_engine:make", *flags]
         self.serving[name] = self.launched.start(name, "inference-agent", *words, *engine, env=env)["generate"]
         request = fleet_pb2.ListReplicasRequest(group="g")
@@ -194,6 +197,42 @@ def test_two_staged_replicas_share_a_channel_and_its_digests(launched: Launched,
 
 
 @built
+def test_one_update_goes_over_shm_and_grpc_to_the_replicas_that_want_each(launched: Launched, tmp_path: Path) -> None:
+    """Both are offered unless one is named: three channels, one of them in place, and one commit."""
+    one, two = (weights(tmp_path / f"{v}.safetensors", v) for v in (1.0, 2.0))
+    fleet = Fleet(launched)
+    fleet.replica("near", one)
+    fleet.replica("far", one, only="grpc")
+    fleet.replica("in-place", one, only="grpc", staged=False)
+    for version, path in enumerate((one, two), 1):
+        said = fleet.publish("--file", str(path))
+        assert said["version"] == version and set(said["replicas"].values()) == {"READY"}, said
+        assert said["transports"] == {"far": "grpc", "in-place": "grpc", "near": "shm"}
+        assert said["bytes"] == 3 * SafetensorsSource(path).manifest().nbytes  # a channel each
+        for name in ("near", "far", "in-place"):
+            assert fleet.get(name, "/digests") == digests_of(path) and fleet.get(name, "/version")["version"] == version
+    said = fleet.publish("--file", str(one), "--transport", "shm")  # who cannot be reached by it takes no part
+    assert said["transports"] == {"near": "shm"} and said["replicas"] == {"near": "READY"}
+    assert fleet.get("far", "/digests") == digests_of(two)
+
+
+@built
+def test_where_shared_memory_does_not_work_the_other_transport_is_taken(
+    launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fleet = weights(tmp_path / "one.safetensors", 1.0), Fleet(launched)
+    fleet.replica("a", path)
+    monkeypatch.setenv("WEIGHTPLANE_SHM_DIR", str(tmp_path / "none"))
+    said = fleet.publish("--file", str(path), "--transport", "shm", code=5)
+    assert said["reason"] == "TRANSPORT" and "WEIGHTPLANE_SHM_DIR" in said["message"]
+    monkeypatch.setenv(
+        "WEIGHTPLANE_HOST_ID", host_id(Path("/dev/shm"))
+    )  # as a container without the host's /dev/shm would be told
+    assert fleet.publish("--file", str(path))["transports"] == {"a": "grpc"}
+    assert fleet.get("a", "/digests") == digests_of(path)
+
+
+@built
 def test_what_is_wrong_is_said_with_its_reason_and_exit_code(launched: Launched, tmp_path: Path) -> None:
     path, fleet = tiny(tmp_path / "one.safetensors", 1.0), Fleet(launched)
     (tmp_path / "cut").write_bytes(path.read_bytes()[:-1])
@@ -239,9 +278,16 @@ def test_names_that_the_engine_does_not_have_are_refused_by_name(launched: Launc
     [("grpc", 24, signal.SIGKILL), ("grpc", 24, signal.SIGTERM), ("shm", 96, signal.SIGKILL)],
 )
 def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishes(
-    launched: Launched, tmp_path: Path, wire: str, chunk: int, number: int
+    launched: Launched,
+    tmp_path: Path,
+    segments: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wire: str,
+    chunk: int,
+    number: int,
 ) -> None:
     """A replica is slow at one chunk of the second publish, so that the trainer is amid its bytes when it ends."""
+    monkeypatch.setenv("WEIGHTPLANE_SHM_DIR", str(segments))
     one, two = (weights(tmp_path / f"{v}.safetensors", v) for v in (1.0, 2.0))
     fleet = Fleet(launched)
     fleet.replica("a", one, WEIGHTPLANE_FAILPOINTS=f"{wire}.receive.inside=block:6@{chunk}")
@@ -274,6 +320,7 @@ def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishe
         assert said["replicas"] == {"b": "READY"}
         eventually(lambda: fleet.publish("--file", str(two), "--transport", wire)["replicas"] == both, "a takes part")
     assert fleet.get("a", "/digests") == fleet.get("b", "/digests") == digests_of(two)
+    assert not [p.name for p in segments.iterdir() if p.is_file()], "the dead trainer's shared memory is still there"
 
 
 @built

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -17,18 +16,14 @@ import pytest
 import torch
 
 from tests.cli.checkpoints import tiny
-from tests.cli.fleet import ROOT, Launched
+from tests.cli.fleet import Launched
 from tests.cli.test_publish_checkpoint import checkpoint
+from tests.clients.needs import NODE
 from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
 from weightplane.transports.dtypes import as_bytes
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, update_pb2
 
-NODE = ROOT / "clients" / "node"
-
-pytestmark = [
-    pytest.mark.skipif(shutil.which("node") is None, reason="needs Node"),
-    pytest.mark.skipif(not (NODE / "node_modules" / ".stamp").exists(), reason="npm did not install what it needs"),
-]
+pytestmark = pytest.mark.usefixtures("node_client")
 
 
 @pytest.fixture

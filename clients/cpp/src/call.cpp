@@ -5,6 +5,8 @@
 
 namespace {
 
+constexpr int kHandshakeMs = 5000;
+
 std::string environment(const char *name) {
     const char *value = std::getenv(name);
     return value == nullptr ? "" : value;
@@ -39,20 +41,29 @@ std::string random_id() {
     return out;
 }
 
-std::shared_ptr<grpc::Channel> dial(const std::string &address) {
-    if (!is_loopback(address) && environment("WEIGHTPLANE_INSECURE") != "1")
-        throw Error(Exit::refused, "INVALID_ARGUMENT",
-                    address + " is not this machine's, and this program speaks plaintext: set WEIGHTPLANE_INSECURE=1 "
-                              "where the network between is trusted");
+std::shared_ptr<grpc::Channel> dial(const std::string &address, const Identity &identity) {
     grpc::ChannelArguments options;
     options.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     options.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
     options.SetMaxSendMessageSize(4 << 20);
+    if (!identity.ca.empty()) {
+        // gRPC gives an attempt to connect this long, under that option's odd name: a busy server's TLS takes its time.
+        options.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kHandshakeMs);
+        const auto credentials = grpc::SslCredentials({identity.ca, identity.key, identity.cert});
+        return grpc::CreateCustomChannel(address, credentials, options);
+    }
+    if (!is_loopback(address) && environment("WEIGHTPLANE_INSECURE") != "1")
+        throw Error(Exit::refused, "INVALID_ARGUMENT",
+                    address + " is not this machine's, and no --tls-ca is given: set WEIGHTPLANE_INSECURE=1 where the "
+                              "network between is trusted with plaintext");
     return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), options);
 }
 
-ControlPlane::ControlPlane(const std::string &address)
-    : stub_(weightplane::v1::WeightTransferService::NewStub(dial(address))), token_(environment("WEIGHTPLANE_TOKEN")) {}
+ControlPlane::ControlPlane(const std::string &address, const Identity &identity)
+    : stub_(weightplane::v1::WeightTransferService::NewStub(dial(address, identity))), token_(identity.token),
+      advice_(identity.ca.empty() ? " (if it speaks TLS: --tls-ca)"
+                                  : " (looked for with TLS: is the certificate for this name, from this authority, and "
+                                    "does it ask for one of ours?)") {}
 
 void ControlPlane::begin(grpc::ClientContext &context) const {
     if (!token_.empty())

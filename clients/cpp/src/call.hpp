@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "identity.hpp"
 #include "stop.hpp"
 #include "weightplane/v1/weight_transfer.grpc.pb.h"
 
@@ -17,14 +18,15 @@ gpr_timespec grpc_deadline(Deadline deadline);
 // 128 random bits in hex: a request_id, an incarnation.
 std::string random_id();
 
-// A connection that no other shares. Plaintext, so loopback unless WEIGHTPLANE_INSECURE=1. Throws Error.
-std::shared_ptr<grpc::Channel> dial(const std::string &address);
+// A connection that no other shares: TLS where an authority is given, else plaintext, and that to loopback alone unless
+// WEIGHTPLANE_INSECURE=1. Throws Error.
+std::shared_ptr<grpc::Channel> dial(const std::string &address, const Identity &identity);
 
 class ControlPlane {
 public:
     using Stub = weightplane::v1::WeightTransferService::Stub;
 
-    explicit ControlPlane(const std::string &address);
+    ControlPlane(const std::string &address, const Identity &identity);
 
     Stub &stub() { return *stub_; }
 
@@ -51,19 +53,19 @@ public:
                 throw *refused;
             const Deadline again = in_seconds(pause);
             if (status.error_code() != grpc::StatusCode::UNAVAILABLE || again >= patience)
-                throw Unanswered(method, status);
+                throw Unanswered(method, status, advice_);
             stop.sleep_until(again);
         }
     }
 
-    // Deadline and identity (WEIGHTPLANE_TOKEN) of a call.
+    // Deadline and bearer token of a call.
     void begin(grpc::ClientContext &context, Deadline deadline) const;
-    // Identity alone: for a stream.
+    // The token alone: for a stream.
     void begin(grpc::ClientContext &context) const;
 
 private:
     static constexpr double kPatience = 10; // seconds in which a control plane is back, or is gone
 
     std::unique_ptr<Stub> stub_;
-    std::string token_;
+    std::string token_, advice_; // what to try where nobody answers
 };

@@ -31,10 +31,11 @@ template <class M> bool unpack(const google::protobuf::Any &any, const std::stri
 
 } // namespace
 
-Unanswered::Unanswered(const std::string &method, const grpc::Status &status)
+Unanswered::Unanswered(const std::string &method, const grpc::Status &status, const std::string &advice)
     : Error(status.error_code() == grpc::StatusCode::UNAVAILABLE ? Exit::unreachable : Exit::unknown_outcome,
             status.error_code() == grpc::StatusCode::UNAVAILABLE ? "UNREACHABLE" : "UNKNOWN_OUTCOME",
-            method + " got no answer: " + status.error_message()),
+            method + " got no answer: " + status.error_message() +
+                (status.error_code() == grpc::StatusCode::UNAVAILABLE ? advice : "")),
       code(status.error_code()) {}
 
 std::optional<Refused> refusal_of(const std::string &details) {

@@ -46,7 +46,7 @@ public:
 // A call got no answer: whether it took effect is unknown.
 class Unanswered : public Error {
 public:
-    Unanswered(const std::string &method, const grpc::Status &status);
+    Unanswered(const std::string &method, const grpc::Status &status, const std::string &advice);
 
     grpc::StatusCode code;
 };

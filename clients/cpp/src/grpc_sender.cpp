@@ -113,7 +113,7 @@ struct Stream {
 
 class GrpcSender : public Sender {
 public:
-    explicit GrpcSender(const Shipment &shipment) : s_(shipment) {
+    GrpcSender(const Shipment &shipment, const Identity &own) : s_(shipment) {
         std::set<std::string> receivers;
         for (const auto &b : s_.plan.buckets)
             if (b.sender == s_.member)
@@ -124,7 +124,10 @@ public:
             for (const auto &b : s_.plan.buckets)
                 if (b.sender == s_.member && b.goes_to(receiver))
                     stream.buckets.push_back(&b);
-            stream.stub = std::make_unique<Stub>(dial(address_of(receiver)));
+            const auto &port = port_of(receiver);
+            auto shown = own; // the receiver says whom to trust; ours is what it asks for
+            shown.ca = port.ca_pem();
+            stream.stub = std::make_unique<Stub>(dial(port.address(), shown));
             streams_.push_back(std::move(stream));
         }
     }
@@ -151,13 +154,11 @@ public:
     }
 
 private:
-    const std::string &address_of(const std::string &receiver) const {
+    const v1::GrpcRendezvous &port_of(const std::string &receiver) const {
         const auto offer = s_.channel.offers().find(receiver);
         if (offer == s_.channel.offers().end() || offer->second.grpc().address().empty())
             throw Error(Exit::failed, "TRANSPORT", receiver + " offers no data port", receiver);
-        if (!offer->second.grpc().ca_pem().empty())
-            throw Error(Exit::failed, "TRANSPORT", receiver + " wants TLS, which this program does not speak", receiver);
-        return offer->second.grpc().address();
+        return offer->second.grpc();
     }
 
     void start(Stream &stream) {
@@ -223,4 +224,6 @@ private:
 
 } // namespace
 
-std::unique_ptr<Sender> grpc_sender(const Shipment &shipment) { return std::make_unique<GrpcSender>(shipment); }
+std::unique_ptr<Sender> grpc_sender(const Shipment &shipment, const Identity &own) {
+    return std::make_unique<GrpcSender>(shipment, own);
+}

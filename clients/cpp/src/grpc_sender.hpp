@@ -3,7 +3,8 @@
 
 #include <memory>
 
+#include "identity.hpp"
 #include "sender.hpp"
 
 // Throws Error if a receiver's offer is of no use.
-std::unique_ptr<Sender> grpc_sender(const Shipment &shipment);
+std::unique_ptr<Sender> grpc_sender(const Shipment &shipment, const Identity &own);

@@ -16,6 +16,13 @@ json shown(const Outcome &outcome) {
     json replicas = json::object();
     for (const auto &o : u.outcomes())
         replicas[o.replica_id()] = v1::WeightsState_Name(o.state()).substr(std::string("WEIGHTS_STATE_").size());
+    json transports = json::object();
+    for (const auto &[replica, names] : outcome.transports) {
+        std::string text;
+        for (const auto &name : names)
+            text += (text.empty() ? "" : "+") + name;
+        transports[replica] = text;
+    }
     return {{"committed", true},
             {"version", u.version()},
             {"update_id", u.update_id()},
@@ -24,7 +31,8 @@ json shown(const Outcome &outcome) {
             {"seconds", outcome.seconds},
             {"wire_s", wire},
             {"gbps", wire > 0 ? static_cast<double>(outcome.bytes) / wire / 1e9 : 0.0},
-            {"replicas", replicas}};
+            {"replicas", replicas},
+            {"transports", transports}};
 }
 
 json shown(const Error &error, const std::string &update_id) {

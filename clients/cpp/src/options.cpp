@@ -2,6 +2,9 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <sstream>
 
 #include "errors.hpp"
 
@@ -10,12 +13,17 @@ const char kUsage[] = R"(publish_checkpoint --group NAME --file MODEL.safetensor
 Puts a checkpoint on every replica of a group that may take part, or on none. Ctrl-C aborts cleanly.
 
   --address HOST:PORT    the control plane (default 127.0.0.1:7450)
-  --transport NAME       grpc (default), or shm: replicas of this host and user
+  --transport NAME       auto (default): the best for each replica, of shm (replicas of this host and user) and grpc;
+                         shm or grpc: this one for all
   --step N               the trainer's own number of this checkpoint (default 0)
   --takeover             fence a trainer that still holds the group
   --timeout SECONDS      for the whole update (default 120)
   --wait SECONDS         for a replica that may take part (default 30)
   --trainer-id NAME      who holds the group, for people (default publish_checkpoint)
+  --tls-ca FILE          speak TLS, and trust this authority (or WEIGHTPLANE_CA)
+  --tls-cert FILE        the certificate that is shown (or WEIGHTPLANE_CERT), and
+  --tls-key FILE         its key (or WEIGHTPLANE_KEY)
+  --token TOKEN          bearer token (or WEIGHTPLANE_TOKEN, which no list of processes shows)
 
 Prints one line of JSON. Exit status: 0 committed, 2 usage or file, 3 unreachable, 4 refused, 5 aborted or fenced,
 6 outcome unknown, 7 not found, 8 denied, 130 interrupted.
@@ -44,10 +52,36 @@ std::int64_t whole(const std::string &name, const std::string &text) {
     refuse(name + ": expected a whole number from 0, found '" + text + "'");
 }
 
+std::string environment(const char *name) {
+    const char *value = std::getenv(name);
+    return value == nullptr ? "" : value;
+}
+
+std::string content(const std::string &path) {
+    if (path.empty())
+        return "";
+    std::ifstream file(path, std::ios::binary);
+    std::ostringstream out;
+    if (!file || !(out << file.rdbuf()))
+        refuse(path + ": " + std::strerror(errno) + "; --tls-ca, --tls-cert and --tls-key name PEM files");
+    return out.str();
+}
+
+// `paths`: as in Identity. Half a pair would be a server's puzzle, and a certificate is shown over TLS alone.
+Identity identity(const Identity &paths) {
+    if (paths.cert.empty() != paths.key.empty())
+        refuse("a certificate and its key come together: --tls-cert and --tls-key");
+    if (!paths.cert.empty() && paths.ca.empty())
+        refuse("--tls-cert and --tls-key are shown over TLS, which --tls-ca turns on");
+    return {content(paths.ca), content(paths.cert), content(paths.key), paths.token};
+}
+
 } // namespace
 
 Options parse(int argc, char **argv) {
     Options o;
+    Identity paths{environment("WEIGHTPLANE_CA"), environment("WEIGHTPLANE_CERT"), environment("WEIGHTPLANE_KEY"),
+                   environment("WEIGHTPLANE_TOKEN")};
     for (int i = 1; i < argc; ++i) {
         const std::string name = argv[i];
         if (name == "--help" || name == "-h") {
@@ -71,6 +105,14 @@ Options parse(int argc, char **argv) {
             o.transport = value;
         else if (name == "--trainer-id")
             o.trainer_id = value;
+        else if (name == "--tls-ca")
+            paths.ca = value;
+        else if (name == "--tls-cert")
+            paths.cert = value;
+        else if (name == "--tls-key")
+            paths.key = value;
+        else if (name == "--token")
+            paths.token = value;
         else if (name == "--step")
             o.step = whole(name, value);
         else if (name == "--timeout")
@@ -82,7 +124,8 @@ Options parse(int argc, char **argv) {
     }
     if (o.group.empty() || o.file.empty())
         refuse("--group and --file are needed; see --help");
-    if (o.transport != "grpc" && o.transport != "shm")
-        refuse("--transport '" + o.transport + "': this program has grpc and shm");
+    if (o.transport != "auto" && o.transport != "grpc" && o.transport != "shm")
+        refuse("--transport '" + o.transport + "': this program has auto, shm and grpc");
+    o.identity = identity(paths);
     return o;
 }

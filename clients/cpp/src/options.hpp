@@ -4,9 +4,12 @@
 #include <cstdint>
 #include <string>
 
+#include "identity.hpp"
+
 struct Options {
     std::string address = "127.0.0.1:7450";
-    std::string group, file, transport = "grpc", trainer_id = "publish_checkpoint";
+    std::string group, file, transport = "auto", trainer_id = "publish_checkpoint";
+    Identity identity;
     std::int64_t step = 0;
     bool takeover = false, help = false;
     double timeout = 120, wait = 30;

@@ -7,9 +7,7 @@
 #include <unistd.h>
 
 #include "digests.hpp"
-#include "grpc_sender.hpp"
 #include "shm_segment.hpp"
-#include "shm_sender.hpp"
 
 namespace {
 
@@ -54,7 +52,8 @@ private:
 } // namespace
 
 Publication::Publication(const Options &options, const Safetensors &source, Stop &stop)
-    : options_(options), source_(source), stop_(stop), manifest_id_(source.manifest().id()), plane_(options.address) {}
+    : options_(options), source_(source), stop_(stop), manifest_id_(source.manifest().id()),
+      plane_(options.address, options.identity), transports_(transports(options, source)) {}
 
 Publication::~Publication() = default;
 
@@ -76,13 +75,13 @@ Outcome Publication::run() {
         const auto info = finish();
         const std::chrono::duration<double> took = Clock::now() - began;
         close();
-        return {info, bytes_, took.count()};
+        return {info, bytes_, took.count(), used()};
     } catch (const Error &why) {
         if (opening_) {
             const auto stands = abort(why.what());
             if (stands && decided(*stands)) { // it was decided before: that counts
                 close();
-                return {*stands, bytes_, 0};
+                return {*stands, bytes_, 0, used()};
             }
         }
         close();
@@ -98,14 +97,21 @@ void Publication::init() {
     ask.set_world_size(1);
     ask.set_takeover(options_.takeover && token_.generation == 0);
     ask.set_host_id(host_id());
-    ask.set_transport(options_.transport);
-    auto &offer = *ask.add_offers();
-    offer.set_transport(options_.transport);
-    if (options_.transport == "shm") {
-        offer.mutable_shm()->set_host_id(shm_host());
-        offer.mutable_shm()->set_pid(getpid());
-    } else {
-        offer.mutable_grpc();
+    const bool forced = options_.transport != "auto";
+    if (forced)
+        ask.set_transport(options_.transport);
+    for (const auto &transport : transports_) {
+        try {
+            ask.mutable_offers()->Add(transport->offer());
+            if (const auto uuid = transport->device_uuid(); !uuid.empty())
+                ask.set_device_uuid(uuid);
+        } catch (const Error &why) {
+            if (forced)
+                throw;
+            auto &refusal = *ask.add_refusals(); // another one may do
+            refusal.set_transport(transport->name());
+            refusal.set_reason(why.what());
+        }
     }
     bound_ = plane_.call("InitTransfer", &Stub::InitTransfer, ask, in_seconds(kCall), stop_);
     token_.generation = bound_.generation();
@@ -170,6 +176,24 @@ void Publication::start() {
     watch_->follow(token_.update_id);
 }
 
+// What carried the bytes: a replica's workers may be reached in different ways.
+std::map<std::string, std::set<std::string>> Publication::used() const {
+    std::map<std::string, std::set<std::string>> out;
+    for (const auto &channel : started_.channels())
+        for (const auto &binding : bound_.channels())
+            if (binding.channel_id() == channel.channel_id())
+                for (const auto &receiver : binding.receivers())
+                    out[receiver.substr(0, receiver.rfind('/'))].insert(binding.transport());
+    return out;
+}
+
+Transport &Publication::transport_of(const std::string &name) {
+    for (const auto &transport : transports_)
+        if (transport->name() == name)
+            return *transport;
+    throw Error(Exit::failed, "INTERNAL", "a channel was bound to " + name + ", which this program did not offer");
+}
+
 weightplane::Plan Publication::plan_of(const std::string &plan_id) {
     std::vector<v1::PlanPage> pages;
     do {
@@ -207,8 +231,9 @@ void Publication::round(const std::vector<int> &channels, std::int64_t seq, bool
         const auto plan = plans.find(binding.channel_id());
         if (plan == plans.end())
             continue;
-        const auto make = binding.transport() == "shm" ? shm_sender : grpc_sender;
-        senders.emplace_back(binding.channel_id(), make({binding, plan->second, source_, member_, token_, deadline_}));
+        senders.emplace_back(binding.channel_id(), transport_of(binding.transport())
+                                                       .sender({binding, plan->second, source_, member_, token_,
+                                                                deadline_}));
     }
     if (senders.size() != plans.size())
         throw Error(Exit::failed, "INTERNAL", "the update has channels that InitTransfer did not bind");

@@ -1,19 +1,23 @@
 // One checkpoint on one group: init, start, update, finish.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 
 #include "call.hpp"
 #include "options.hpp"
 #include "safetensors.hpp"
 #include "sender.hpp"
+#include "transport.hpp"
 #include "watch.hpp"
 
 struct Outcome {
     weightplane::v1::UpdateInfo update;
     std::uint64_t bytes = 0; // that left this trainer, once per set of receivers
     double seconds = 0;      // from StartUpdate to FinishUpdate's answer
+    std::map<std::string, std::set<std::string>> transports; // by replica
 };
 
 class Publication {
@@ -34,6 +38,8 @@ private:
     void init();
     void announce();
     void start();
+    std::map<std::string, std::set<std::string>> used() const;
+    Transport &transport_of(const std::string &name);
     weightplane::Plan plan_of(const std::string &plan_id);
     void update();
     void round(const std::vector<int> &channels, std::int64_t seq, bool all);
@@ -50,6 +56,7 @@ private:
     Stop never_; // for the calls that tidy up
     const std::string member_ = "rank/0", incarnation_ = random_id(), start_id_ = random_id(), manifest_id_;
     ControlPlane plane_;
+    std::vector<std::unique_ptr<Transport>> transports_;
     std::unique_ptr<Watch> watch_;
     Token token_;
     bool opening_ = false;

@@ -1,0 +1,64 @@
+#include "transport.hpp"
+
+#include <cerrno>
+#include <cstring>
+#include <unistd.h>
+
+#include "grpc_sender.hpp"
+#include "shm_segment.hpp"
+#include "shm_sender.hpp"
+
+namespace {
+
+namespace v1 = weightplane::v1;
+
+class Shm : public Transport {
+public:
+    std::string name() const override { return "shm"; }
+
+    v1::Rendezvous offer() override {
+        const auto directory = shm_directory();
+        if (access(directory.c_str(), W_OK | X_OK) != 0)
+            throw Error(Exit::failed, "TRANSPORT",
+                        "no shared memory can be made in " + directory + ": " + std::strerror(errno) +
+                            ": set WEIGHTPLANE_SHM_DIR, or use grpc");
+        v1::Rendezvous out;
+        out.set_transport(name());
+        out.mutable_shm()->set_host_id(shm_host());
+        out.mutable_shm()->set_pid(getpid());
+        return out;
+    }
+
+    std::unique_ptr<Sender> sender(const Shipment &shipment) override { return shm_sender(shipment); }
+};
+
+class Grpc : public Transport {
+public:
+    explicit Grpc(const Identity &identity) : identity_(identity) {}
+
+    std::string name() const override { return "grpc"; }
+
+    v1::Rendezvous offer() override {
+        v1::Rendezvous out;
+        out.set_transport(name());
+        out.mutable_grpc(); // a sender dials: it has no address to tell
+        return out;
+    }
+
+    std::unique_ptr<Sender> sender(const Shipment &shipment) override { return grpc_sender(shipment, identity_); }
+
+private:
+    const Identity &identity_;
+};
+
+} // namespace
+
+std::vector<std::unique_ptr<Transport>> transports(const Options &options, const Safetensors &) {
+    const auto wanted = [&](const char *name) { return options.transport == "auto" || options.transport == name; };
+    std::vector<std::unique_ptr<Transport>> out;
+    if (wanted("shm"))
+        out.push_back(std::make_unique<Shm>());
+    if (wanted("grpc"))
+        out.push_back(std::make_unique<Grpc>(options.identity));
+    return out;
+}
