@@ -33,7 +33,7 @@ class BareGrpc:
     def listen(self) -> int:
         """Receiver: serve; returns the port."""
         reuse_freed_memory()
-        handler = grpc.stream_unary_rpc_method_handler(self._take)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(self._take)
         self._server = grpc.server(ThreadPoolExecutor(2), options=_OPTIONS)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         port = int(self._server.add_insecure_port("127.0.0.1:0"))
@@ -55,7 +55,7 @@ class BareGrpc:
         """Sender: everything, until the receiver has counted it."""
         assert self._channel is not None
         message, total = b"\x5a" * CHUNK_BYTES, self._messages * CHUNK_BYTES
-        call = self._channel.stream_unary(f"/{_SERVICE}/{_METHOD}")
+        call: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(f"/{_SERVICE}/{_METHOD}")
         start = time.monotonic()
         counted = int(call((message for _ in range(self._messages)), timeout=TIMEOUT_S))
         assert counted == total, (counted, total)

@@ -313,6 +313,8 @@ class InferenceAgent:
         if self._state.newest is desired:
             orders = [order_of(m, self.group) for m in message.serve]
             self._ops.serve(orders)
+            if self._state.taking is None:
+                self._ops.look_ahead(message.committed_manifest_id, self._state.epoch)
 
     def _handle(self, event: Any) -> None:
         assert self._ops is not None

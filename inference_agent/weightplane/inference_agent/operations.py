@@ -29,6 +29,7 @@ from .engines.base import Description, Engine, EngineUpdate, Reception
 from .faults import Refusal, failure_of
 from .keeping import Keeping, live_pieces
 from .pauses import Pauses
+from .placing import Placing
 from .receipts import Ledger, RegionMemory, Sink, WorkerPlan, receipt_pages
 from .rpc import Abandoned, AgentCalls
 from .threads import WorkThread, detached
@@ -41,10 +42,9 @@ log = logging.getLogger("weightplane.inference_agent")
 #: Bytes of receipts that the message which votes has room for (64 KiB in all). Longer ones are delivered before it.
 WITH_VOTE = 32 << 10
 
-_KEPT = 4  # manifests, plans, sinks remembered
+_KEPT = 4  # plans and sinks remembered
 _DRAIN_S = 5.0  # an aborted transfer leaves within one; after this it is left behind
 _HEARSAY_S = 0.5  # a sender that is gone did not go by our fault: the coordinator's word of the cause is waited for
-_PLACED = 8  # the coordinator remembers the newest 15
 
 
 class Operations:
@@ -71,11 +71,10 @@ class Operations:
         self._transfer: Transfer | None = None
         self._epoch = 0
         each = len(self.members)  # every worker may have a plan of its own
-        self._manifests, self._plans = Newest(_KEPT), Newest(_KEPT * each)
-        self._described, self._shares = Newest(_KEPT), Newest(2 * _KEPT * each)
-        self._live, self._placed = Newest(_KEPT * each), Newest(_PLACED * each)
+        self._plans, self._shares = Newest(_KEPT * each), Newest(2 * _KEPT * each)
+        self._live = Newest(_KEPT * each)
+        self._placing = Placing(engine, calls, replica_id, incarnation, self.members, self._moved)
         self._pauses = Pauses(engine, replica_id, emit, self._pause_failed)
-        self._layout = 0
         self._steps = self._last_landed = self._landed_before = 0
         self._closed = False
 
@@ -131,10 +130,25 @@ class Operations:
 
     def new_session(self) -> None:
         """The coordinator may have forgotten our placements; that of what is retained is asked for by nobody."""
-        self._placed.clear()
+        self._placing.forget()
         keeping = self._keeping
         if keeping is not None:
             self._work.submit(lambda: keeping.place(self._incarnation, lambda: self._closed))
+
+    def look_ahead(self, manifest_id: str, epoch: int) -> None:
+        """Nothing is under way: what the next update of this manifest will ask for is said now."""
+        self._epoch = epoch
+        if self._placing.is_new(manifest_id):
+            self._work.submit(lambda: self._look_ahead(manifest_id))
+
+    def _look_ahead(self, manifest_id: str) -> None:
+        if not self._closed and self._transfer is None:  # else that update does it
+            self._placing.ahead(manifest_id, self._epoch, lambda: self._closed)
+
+    def _moved(self) -> None:
+        """What is known of the old memory would keep it."""
+        self._shares.clear()
+        self._live.clear()
 
     @property
     def landed(self) -> int:
@@ -263,34 +277,13 @@ class Operations:
     def _check(self, t: Transfer) -> None:
         failpoints.hit("replica.check.before")
         want, engine = t.want, self._engine
-        manifest = self._manifest(t)
-        t.manifest = manifest
-        quick = engine.glance()
-        said: Description | None = self._described.get((manifest.id, quick)) if quick is not None else None
-        t.layout = quick if quick is not None and said is not None else engine.layout()
-        if t.layout != self._layout:  # what is known of the old memory would keep it
-            self._layout = t.layout
-            self._shares.clear()
-            self._live.clear()
-        key = (manifest.id, t.layout)
-        said = said or self._described.get(key)
-        if said is None:
-            said = engine.describe(manifest, self.members)
-            failure = said.failure(self._replica_id)
-            if failure is not None:
-                raise Refusal(failure)
-            self._described.keep(key, said)
-            for what, names in (("ignores", said.ignored), ("keeps, unsent,", said.kept)):
-                if names:
-                    log.info("replica %s %s %d tensor(s): %s", self._replica_id, what, len(names), names[:5])
+        placing = self._placing
+        t.manifest = manifest = placing.manifest(want.manifest_id, t.deadline, t.cancelled.is_set)
+        quick, t.layout, said = placing.describe(manifest)
         if want.mode not in engine.modes:
             message = f"mode {want.mode} is not possible now: {engine.staging_refusal}"
             raise Refusal(Failure(Reason.CAPABILITY, message, self._replica_id))
-        for placement in said.placements:
-            place = (*key, placement.member, self._epoch)
-            if place not in self._placed:
-                self._calls.put_placement(self._incarnation, placement, manifest, t.deadline, t.cancelled.is_set)
-                self._placed.keep(place, True)
+        placing.place(said, manifest, t.layout, self._epoch, t.deadline, t.cancelled.is_set)
         step, lineage = want.trainer_step, want.lineage
         engine.begin(
             EngineUpdate(t.update_id, want.version, step, lineage, want.mode, want.cache, manifest, want.holds)
@@ -301,13 +294,6 @@ class Operations:
         if t.layout == quick and engine.layout() != quick:  # nothing is armed before this thread is done here
             text = "a live tensor has another name, shape, stride or dtype than at the last update: publish again"
             raise Refusal(Failure(Reason.PLACEMENT_MISMATCH, text, self._replica_id))
-
-    def _manifest(self, t: Transfer) -> Manifest:
-        manifest: Manifest | None = self._manifests.get(t.want.manifest_id)
-        if manifest is None:
-            manifest = self._calls.manifest(t.want.manifest_id, t.deadline, t.cancelled.is_set)
-            self._manifests.keep(manifest.id, manifest)
-        return manifest
 
     def _plan(self, t: Transfer, manifest: Manifest, plan_id: str) -> Plan:
         plan: Plan | None = self._plans.get(plan_id)
@@ -419,7 +405,7 @@ class Operations:
 
     def _live_pieces(self, t: Transfer) -> dict[str, list[Piece]]:
         """Where what is retained lies, by member; nothing is read yet."""
-        said: Description | None = self._described.get((t.manifest.id, t.layout)) if t.manifest is not None else None
+        said: Description | None = self._placing.known(t.manifest.id, t.layout) if t.manifest is not None else None
         if self._keeping is None or t.manifest is None or said is None:
             return {}
         return {p.member: live_pieces(self._engine.live(w), p, t.manifest) for w, p in enumerate(said.placements)}

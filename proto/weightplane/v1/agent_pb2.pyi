@@ -1115,6 +1115,7 @@ class DesiredReplica(_message.Message):
     PAUSE_MODE_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
     SERVE_FIELD_NUMBER: _builtins.int
+    COMMITTED_MANIFEST_ID_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Rises within the session."""
     epoch: _builtins.int
@@ -1125,6 +1126,10 @@ class DesiredReplica(_message.Message):
     """Incarnation that this is meant for; ignored by any other."""
     pause_mode: _common_pb2.PauseMode.ValueType
     """How those pauses treat requests in flight."""
+    committed_manifest_id: _builtins.str
+    """Manifest of what is committed; empty if nothing is. Who takes part in nothing may send its placement of it
+    (PutWorkerPlacement) before an update asks for it, which the next update is then spared.
+    """
     @_builtins.property
     def committed(self) -> _common_pb2.HeldVersion:
         """What the fleet serves."""
@@ -1163,10 +1168,11 @@ class DesiredReplica(_message.Message):
         pause_mode: _common_pb2.PauseMode.ValueType = ...,
         sleep: Global___SleepOrder | None = ...,
         serve: _abc.Iterable[Global___ServeOrder] | None = ...,
+        committed_manifest_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "serve", b"serve", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "committed_manifest_id", b"committed_manifest_id", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "serve", b"serve", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,7 +78,7 @@ class Hold:
         self.listener: Callable[[update_pb2.UpdateInfo], None] | None = None
         self.request_ids: list[str] = []
         self.telling: Stop | None = None  # word of an earlier failure, still on its way to the other ranks
-        self.serve: Callable[[agent_pb2.DesiredTrainer], None] | None = None  # what this rank is to send to others
+        self.told: list[Callable[[agent_pb2.DesiredTrainer], None]] = []  # hear what this rank should know
         self.says: Callable[[], agent_pb2.TrainerReport] | None = None  # what this rank retains
         self.welcomed: Callable[[], None] | None = None  # a session began
         self._watch: Watch | None = None
@@ -195,7 +195,7 @@ class Hold:
             self.generation,
             self._hear,
             helper=s.helper,
-            serve=self.serve,
+            told=self._told,
             says=self.says,
             welcomed=self.welcomed,
         )
@@ -216,6 +216,10 @@ class Hold:
             return answer.page
 
         return PlanCache().get(plan_id, manifest, page)
+
+    def _told(self, message: agent_pb2.DesiredTrainer) -> None:
+        for hear in self.told:
+            hear(message)
 
     def _hear(self, notice: Notice) -> None:
         """The watch thread: fencing and the fate of updates."""

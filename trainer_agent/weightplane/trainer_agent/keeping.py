@@ -42,7 +42,7 @@ class Keeping:
         self._failures: list[tuple[str, str]] = []
         member = member_name(hold.settings.rank)
         self.serving = Serving(hold.group, [member], retainer, registry.get, self._plan, self._failed)
-        hold.serve = self._orders
+        hold.told.append(self._orders)
         hold.says = self._report
         hold.welcomed = self._welcomed
 

@@ -29,6 +29,7 @@ from weightplane.controlplane.dial import Dial
 from weightplane.transports.retained import Retainer
 from weightplane.v1 import update_pb2
 
+from .ahead import BindAhead
 from .collective import default_incarnation
 from .errors import ForkedProcessError, PublisherClosed, UpdateFailed
 from .hold import Hold, HoldSettings
@@ -157,6 +158,7 @@ class Publisher:
         self._keeping = Keeping(self._hold, retainer) if retainer is not None else None
         self._pid = os.getpid()
         self._busy = threading.Lock()
+        self._ahead = BindAhead(self._hold, self._busy)
         self._count = 0
         self._stale = 0
         self._closed = False
@@ -231,6 +233,7 @@ class Publisher:
                     handle._set_free()
                     self._current = None
                     handle._future.set_result(receipt)
+            self._ahead.begin()
 
         threading.Thread(target=work, name=f"weightplane-publish-{step}", daemon=True).start()
         return handle
@@ -275,6 +278,7 @@ class Publisher:
         self._closed = True
         if os.getpid() != self._pid:
             return
+        self._ahead.close()
         current = self._current
         if current is not None:
             current.cancel("the publisher is being closed")
@@ -330,6 +334,7 @@ class Publisher:
         handle._set_free()
         self._current = None
         self._busy.release()
+        self._ahead.begin()
 
     def _publish(self, handle: PublishHandle, step: int, options: PublishOptions) -> PublishReceipt:
         self._check()

@@ -53,13 +53,13 @@ class Watch:
         listener: Callable[[Notice], None],
         *,
         helper: bool = True,
-        serve: Callable[[agent_pb2.DesiredTrainer], None] | None = None,
+        told: Callable[[agent_pb2.DesiredTrainer], None] | None = None,
         says: Callable[[], agent_pb2.TrainerReport] | None = None,
         welcomed: Callable[[], None] | None = None,
     ) -> None:
-        """``serve`` hears what this rank is to send to others, ``says`` gives what it retains (with the helper).
+        """``told`` hears all that this rank should know, ``says`` gives what it retains (with the helper).
         ``welcomed``: a stream is open, perhaps to a coordinator that knows nothing of us."""
-        self._serve, self._says, self._welcomed = serve, says, welcomed
+        self._told, self._says, self._welcomed = told, says, welcomed
         self._client, self._group, self._incarnation = client, group, incarnation
         self._rank, self.generation = rank, generation
         self._listener = listener
@@ -166,8 +166,8 @@ class Watch:
             if not message.HasField("trainer"):
                 return
             message = message.trainer
-            if self._serve is not None:
-                self._serve(message)
+            if self._told is not None:
+                self._told(message)
         update = message.update if message.HasField("update") else None
         over = (
             Failure(Reason.TRAINER_FENCED, "this hold is over: another trainer took it, or a rank closed it")

@@ -117,6 +117,7 @@ class DesiredReplica:
     pauses: tuple[tuple[str, PauseMode], ...]
     sleep: SleepOrder | None = None
     serve: tuple[ServeOrder, ...] = ()
+    committed_manifest: str = ""
 
 
 def resolve(state: GroupState, update_id: str, replica_id: str) -> str:
@@ -168,6 +169,7 @@ def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredRe
         pauses,
         r.sleep,
         serve_orders(state, replica_id) if state.catch_ups else (),
+        state.committed_manifest,
     )
 
 

@@ -312,8 +312,10 @@ def report(tx: Tx, e: Report) -> None:
     tx.put_replica(r)
     if doubt or first:
         tx.push([r.replica_id])
-    if (r.weights, r.held, r.admin, r.pause_holders, r.asleep) != was:
+    changed = (r.weights, r.held, r.admin, r.pause_holders, r.asleep) != was
+    if changed or first:
         tx.push_trainers()
+    if changed:
         tx.say(f"replica {r.replica_id} is {r.weights}, holds version {held.version}")
     else:
         tx.quietly(f"report of {r.replica_id}")

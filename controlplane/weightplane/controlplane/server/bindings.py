@@ -124,6 +124,7 @@ class Desired:
             ],
             pause_holders=[holder for holder, _ in d.pauses],
             pause_mode=PAUSE.proto(pause),
+            committed_manifest_id=d.committed_manifest,
         )
         if d.sleep is not None:
             order = agent_pb2.SleepOrder(order=d.sleep.order, level=d.sleep.level, asleep=d.sleep.asleep)
