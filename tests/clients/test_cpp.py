@@ -7,125 +7,25 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from tests.cli.checkpoints import tiny
 from tests.cli.fleet import Launched
 from tests.cli.test_publish_checkpoint import checkpoint
 from tests.clients import framing_vectors
+from tests.clients.cpp_fleet import Fleet, digests_of, weights
 from tests.clients.needs import PROGRAM
 from tests.process.harness import eventually
 from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
-from weightplane.transports.digest import digest_tensor, hex_digest
 from weightplane.transports.pull_wire import host_id
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, update_pb2
+from weightplane.v1 import update_pb2
 
 BUILT = PROGRAM.parent
 
 wires = pytest.mark.parametrize("wire", ["grpc", "shm"])
 built = pytest.mark.usefixtures("cpp")
-
-
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Launched]:
-    processes = Launched(tmp_path)
-    yield processes
-    processes.stop()
-
-
-@pytest.fixture
-def segments() -> Iterator[Path]:
-    """A folder in shared memory: what other programs have in /dev/shm is none of ours."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-class Fleet:
-    """A control plane, and replicas whose live digests can be asked for."""
-
-    def __init__(self, launched: Launched) -> None:
-        self.launched = launched
-        timing = ["--beat", "0.2", "--ttl", "3"]
-        started = launched.start("plane", "controlplane", "--listen", "127.0.0.1:0", "--store", "memory:", *timing)
-        self.address = str(started["address"])
-        self.serving: dict[str, str] = {}
-
-    def replica(self, name: str, path: Path, *, staged: bool = True, only: str = "", **env: str) -> None:
-        """``only``: the one transport that it offers."""
-        flags = [f"--engine-option={k}={json.dumps(v)}" for k, v in (("path", str(path)), ("staged", staged))]
-        words = ["--address", self.address, "-g", "g", "--replica-id", name, "--generate", "127.0.0.1:0"]
-        words += ["--transport", only] if only else []
-        engine = ["--engine", "tests.cli.blank_engine:make", *flags]
-        self.serving[name] = self.launched.start(name, "inference-agent", *words, *engine, env=env)["generate"]
-        request = fleet_pb2.ListReplicasRequest(group="g")
-        with self.asked() as fleet:
-
-            def here() -> bool:
-                if not fleet.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=10).groups:
-                    return False
-                return name in {r.replica_id for r in fleet.ListReplicas(request, timeout=10).replicas}
-
-            eventually(here, f"{name} is here")
-
-    def asked(self) -> Any:
-        channel = grpc.insecure_channel(self.address)
-
-        class Asked:
-            def __enter__(self) -> Any:
-                return fleet_pb2_grpc.FleetServiceStub(channel)
-
-            def __exit__(self, *_: object) -> None:
-                channel.close()
-
-        return Asked()
-
-    def get(self, name: str, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://{self.serving[name]}{path}", timeout=30) as answer:
-            return dict(json.load(answer))
-
-    def newest(self) -> update_pb2.UpdateInfo | None:
-        with self.asked() as fleet:
-            if not fleet.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=10).groups:
-                return None
-            updates = fleet.ListUpdates(fleet_pb2.ListUpdatesRequest(group="g"), timeout=10).updates
-            return updates[0] if updates else None
-
-    def sends(self, version: int) -> bool:
-        """Whether bytes of this version move: some are in place."""
-        newest = self.newest()
-        return newest is not None and newest.version == version and newest.phase == update_pb2.UPDATE_PHASE_TRANSFERRING
-
-    def command(self, *args: str) -> list[str]:
-        return [str(PROGRAM), "--address", self.address, "--group", "g", *args]
-
-    def publish(self, *args: str, code: int = 0) -> dict[str, Any]:
-        done = subprocess.run(self.command(*args), capture_output=True, text=True, timeout=90, check=False)
-        assert done.returncode == code, f"{args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        said: dict[str, Any] = json.loads(done.stdout)
-        assert said["committed"] == (code == 0) and bool(done.stderr) == (code != 0), done.stderr
-        return said
-
-
-def digests_of(path: Path) -> dict[str, str]:
-    source = SafetensorsSource(path)
-    return {m.name: hex_digest(digest_tensor(source.tensor(i)[0])) for i, m in enumerate(source.manifest())}
-
-
-def weights(path: Path, value: float, names: str = "w", size: int = 1 << 21) -> Path:
-    """8 MiB a tensor, and small ones of odd shapes."""
-    tensors = {f"{names}{i}": torch.full((size,), value + i) for i in range(4)}
-    odd = {"scalar": torch.tensor(value), "empty": torch.zeros(0, 3), "thin": torch.full((3, 5, 7), value).bfloat16()}
-    save_file({**tensors, **odd}, path)
-    return path
 
 
 def test_the_vectors_of_framing_are_what_the_code_says() -> None:
@@ -225,9 +125,8 @@ def test_where_shared_memory_does_not_work_the_other_transport_is_taken(
     monkeypatch.setenv("WEIGHTPLANE_SHM_DIR", str(tmp_path / "none"))
     said = fleet.publish("--file", str(path), "--transport", "shm", code=5)
     assert said["reason"] == "TRANSPORT" and "WEIGHTPLANE_SHM_DIR" in said["message"]
-    monkeypatch.setenv(
-        "WEIGHTPLANE_HOST_ID", host_id(Path("/dev/shm"))
-    )  # as a container without the host's /dev/shm would be told
+    # As a container without the host's /dev/shm is told where it is.
+    monkeypatch.setenv("WEIGHTPLANE_HOST_ID", host_id(Path("/dev/shm")))
     assert fleet.publish("--file", str(path))["transports"] == {"a": "grpc"}
     assert fleet.get("a", "/digests") == digests_of(path)
 
