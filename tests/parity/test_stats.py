@@ -96,15 +96,22 @@ def test_k3_estimates_the_divergence_and_has_less_spread_than_k1() -> None:
 def test_what_is_no_logprob_is_left_out_and_named() -> None:
     nan, inf = math.nan, math.inf
     s = compare([[nan, -1.0, SERVED_FLOOR], [-1.0, -1.0, 0.5]], [[-1.0, -inf, -1.0], [-1.5, inf, -1.0]])
-    assert (s.tokens, s.sequences, s.bad) == (1, 1, 5)
+    assert (s.tokens, s.sequences, s.bad, s.outside) == (1, 1, 4, 1)
     assert s.mean_abs == 0.5 and s.ess == 1
     assert s.named == (
         Bad(0, 0, "behaviour", "nan"),
-        Bad(0, 1, "trainer", "-inf"),
         Bad(0, 2, "behaviour", "floor"),
         Bad(1, 1, "trainer", "+inf"),
         Bad(1, 2, "behaviour", "positive"),
+        Bad(0, 1, "trainer", "-inf"),
     )
+
+
+def test_a_token_that_only_the_engine_cannot_sample_is_bad() -> None:
+    s = compare([[-math.inf, -1.0]], [[-1.0, -1.0]])
+    assert (s.bad, s.outside) == (1, 0)
+    both = compare([[-math.inf, -1.0]], [[-math.inf, -1.0]])
+    assert (both.bad, both.outside) == (1, 0), "it was sampled, so one of them is wrong"
 
 
 def test_nothing_to_compare_is_no_parity() -> None:

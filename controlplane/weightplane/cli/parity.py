@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -68,6 +69,88 @@ def audit(
         console.print(f"{len(wrong)} not as declared, {len(unknown)} not known")
     if wrong:
         raise typer.Exit(Exit.REFUSED)
+
+
+@app.command()
+def check(
+    url: UrlOption = DEFAULT_URL,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="The trainer's weights, as Hugging Face lays them out.")
+    ] = None,
+    scorer: Annotated[
+        str, typer.Option("--scorer", help="module:function that scores in place of --checkpoint (docs/parity.md).")
+    ] = "",
+    version: Annotated[int, typer.Option("--version", min=-1, help="Theirs; -1 = whatever the engine has.")] = -1,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the trainer: float32, bfloat16 or float16.")] = "float32",
+    head_dtype: Annotated[str, typer.Option("--head-dtype", help="Of its last projection.")] = "float32",
+    sampling: Annotated[
+        list[str] | None, typer.Option("--sampling", help="TEMPERATURE[,top_k=K][,top_p=P]; none = six. Repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts and sampler.")] = 0,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of each.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Sampled in each completion.")] = 32,
+    completions: Annotated[int, typer.Option("--completions", min=1, help="Of each prompt and sampling.")] = 2,
+    vocab: Annotated[int, typer.Option("--vocab", min=0, help="Token ids are below it; 0 = the checkpoint's.")] = 0,
+    bound: Annotated[list[str] | None, typer.Option("--bound", help="name=value: another bound. Repeatable.")] = None,
+    report: Annotated[Path, typer.Option("--report", help="Folder of parity.json and parity.png.")] = Path(
+        "parity-report"
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the engine's and the trainer's log-probabilities of the same tokens. Exit 4 if they are too far apart."""
+    from weightplane.parity import running
+
+    try:
+        job = running.prepare(
+            running.Asked(
+                url=url,
+                checkpoint=checkpoint,
+                scorer=scorer,
+                version=None if version < 0 else version,
+                dtype=dtype,
+                head_dtype=head_dtype,
+                samplings=tuple(sampling or ()),
+                seed=seed,
+                prompts=prompts,
+                prompt_tokens=prompt_tokens,
+                tokens=tokens,
+                completions=completions,
+                vocab=vocab,
+                bounds=tuple(bound or ()),
+            )
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except ModuleNotFoundError as error:
+        complain(f"{error.name} is missing", "", Exit.REFUSED, as_json, "pip install 'weightplane[torch]' transformers")
+    try:
+        found = job.run(report)
+    except running.ProbeError as error:
+        complain(str(error), "", Exit.REFUSED, as_json, _START)
+    if as_json:
+        emit_json(found)
+    else:
+        _show(found, report)
+    if not found["ok"]:
+        raise typer.Exit(Exit.REFUSED)
+
+
+def _show(found: dict[str, Any], report: Path) -> None:
+    rows = []
+    for s in [{"sampling": None, **found["whole"]}, *found["by_sampling"]]:
+        of = s["sampling"]
+        name = "all" if of is None else f"T {of['temperature']:g}, top-k {of['top_k']}, top-p {of['top_p']:g}"
+        figures = [s["mean_abs"], s["p99_abs"], s["max_abs"], s["kl"], s["clip_fraction"]]
+        shown = ["-" if v is None else f"{v:.2e}" for v in figures]
+        rows.append([name, str(s["tokens"]), *shown, "-" if s["ess"] is None else f"{s['ess']:.6f}"])
+        rows[-1] += [str(s["outside"]), str(s["bad"])]
+    columns = ["sampling", "tokens", "mean |Δ|", "p99 |Δ|", "max |Δ|", "KL", "clipped", "ESS", "outside", "bad"]
+    table(f"parity check of {found['url']} at version {found['version']}", columns, rows)
+    for text in found["exceeded"][:8]:
+        console.print(f"too far apart: {text}", markup=False)
+    console.print("at parity" if found["ok"] else "NOT at parity")
+    console.print(f"report: {', '.join(found['files']) or report}")
 
 
 def register(root: typer.Typer) -> None:

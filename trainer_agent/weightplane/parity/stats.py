@@ -23,7 +23,8 @@ class Bad:
     """A value that is no log-probability, and so is in no statistic. ``position`` counts from the first sampled token.
 
     ``side``: behaviour | trainer. ``what``: nan | +inf | -inf | floor (``SERVED_FLOOR``: the engine had NaN or minus
-    infinity, and does not say which) | positive (more than 0, a probability above 1).
+    infinity, and does not say which) | positive (more than 0, a probability above 1). -inf on the trainer's side alone
+    is no fault of arithmetic but a token outside of what top-k or top-p leaves there: see ``Stats.outside``.
     """
 
     sequence: int
@@ -56,8 +57,10 @@ class Stats:
             reach, whatever their advantage's sign. 0 to 1.
         ess: effective sample size of the token weights over their number (``ess``). 0 to 1.
         ess_sequences: the same of one weight per sequence, the product of its tokens' weights.
+        outside: tokens that the trainer's policy cannot sample (-inf there): one that the engine ranked just within
+            top-k or top-p and the trainer just beyond. In no other statistic.
         bad: how many pairs were left out because a side is no log-probability.
-        named: the first 16 of those values.
+        named: the first 16 values that are bad, then those outside.
         curve: by position, those with at least one pair.
     """
 
@@ -73,6 +76,7 @@ class Stats:
     clip_fraction: float
     ess: float
     ess_sequences: float
+    outside: int
     bad: int
     named: tuple[Bad, ...]
     curve: tuple[Position, ...]
@@ -143,7 +147,8 @@ def compare(
     of_sequence: list[float] = []
     at: dict[int, list[float]] = {}
     named: list[Bad] = []
-    bad = 0
+    beyonds: list[Bad] = []
+    bad = outside = 0
     for i, (b, t) in enumerate(zip(behaviour, trainer, strict=True)):
         if len(b) != len(t):
             raise ValueError(f"sequence {i}: expected as many tokens on both sides, found {len(b)} and {len(t)}")
@@ -153,8 +158,11 @@ def compare(
                 (side, what) for side, v in zip(("behaviour", "trainer"), pair, strict=True) if (what := _fault(v))
             ]
             if faults:
-                bad += 1
-                named += [Bad(i, n, side, what) for side, what in faults if len(named) < _MOST_NAMED]
+                beyond = faults == [("trainer", "-inf")]
+                outside += beyond
+                bad += not beyond
+                into = beyonds if beyond else named
+                into += [Bad(i, n, side, what) for side, what in faults if len(into) < _MOST_NAMED]
                 continue
             d = pair[1] - pair[0]
             mine.append(d)
@@ -162,7 +170,7 @@ def compare(
         logs += mine
         if mine:
             of_sequence.append(math.fsum(mine))
-    return _stats(logs, of_sequence, at, clip_epsilon, bad, tuple(named[:_MOST_NAMED]))
+    return _stats(logs, of_sequence, at, clip_epsilon, outside, bad, tuple([*named, *beyonds][:_MOST_NAMED]))
 
 
 def _fault(value: float) -> str:
@@ -181,13 +189,14 @@ def _stats(
     of_sequence: list[float],
     at: dict[int, list[float]],
     clip_epsilon: float,
+    outside: int,
     bad: int,
     named: tuple[Bad, ...],
 ) -> Stats:
     n = len(logs)
     if not n:
         nan = math.nan
-        return Stats(0, 0, nan, nan, nan, nan, nan, nan, clip_epsilon, nan, nan, nan, bad, named, ())
+        return Stats(0, 0, nan, nan, nan, nan, nan, nan, clip_epsilon, nan, nan, nan, outside, bad, named, ())
     sizes = [abs(d) for d in logs]
     low, high = math.log1p(-clip_epsilon) if clip_epsilon < 1 else -math.inf, math.log1p(clip_epsilon)
     curve = tuple(
@@ -207,6 +216,7 @@ def _stats(
         clip_fraction=sum(d < low or d > high for d in logs) / n,
         ess=ess(logs),
         ess_sequences=ess(of_sequence),
+        outside=outside,
         bad=bad,
         named=named,
         curve=curve,

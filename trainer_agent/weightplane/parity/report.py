@@ -1,0 +1,75 @@
+"""What a probe leaves behind: ``parity.json`` for machines, ``parity.png`` for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .probe import ProbeResult
+from .stats import Stats
+
+__all__ = ["draw", "report", "write_json"]
+
+
+def report(result: ProbeResult, about: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON-ready data: every statistic by the names of ``Stats``; NaN and infinity as ``null``. ``about``: what was
+    asked for (url, seed, dtype, …)."""
+    return {
+        "ok": result.ok,
+        "version": result.version,
+        **about,
+        "thresholds": asdict(result.thresholds),
+        "exceeded": list(result.exceeded),
+        "whole": _plain(result.whole),
+        "by_sampling": [{"sampling": asdict(s), **_plain(v)} for s, v in result.by_sampling.items()],
+        "cached_tokens": sum(s.cached or 0 for s in result.samples),
+        "engine_seconds": result.seconds[0],
+        "scorer_seconds": result.seconds[1],
+    }
+
+
+def _plain(stats: Stats) -> dict[str, Any]:
+    return {k: _finite(v) for k, v in asdict(stats).items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: Path, found: Mapping[str, Any]) -> None:
+    """Write it; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, result: ProbeResult, title: str) -> None:
+    """The per-position curve, with the bound of the mean: mean |Δ| of each way to sample, and the largest of all.
+
+    ``ModuleNotFoundError`` where matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    least = 1e-9  # equal to the bit has no place on a logarithmic axis
+    for sampling, stats in result.by_sampling.items():
+        x = [p.position for p in stats.curve]
+        axes.plot(x, [max(p.mean_abs, least) for p in stats.curve], linewidth=1.4, label=f"mean, {sampling}")
+    whole = result.whole.curve
+    x, y = [p.position for p in whole], [max(p.max_abs, least) for p in whole]
+    axes.plot(x, y, color="#43525f", linewidth=1, linestyle=":", label="largest of all")
+    bound = result.thresholds.mean_abs
+    axes.axhline(bound, color="#c8562b", linestyle="--", label=f"bound of the mean, {bound:g}")
+    axes.set_yscale("log")
+    axes.set_xlabel("position of the token in its completion")
+    axes.set_ylabel("|trainer − engine| log-probability, nats")
+    axes.set_title(f"{title}: {'at parity' if result.ok else 'NOT at parity'}")
+    axes.legend(fontsize="small", ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
