@@ -39,6 +39,8 @@ def skip(items: list[pytest.Item], marker: str, reason: str) -> None:
 
 def has_cuda() -> bool:
     """Whether torch sees a CUDA device. Asked only when a gpu test is collected: importing torch takes seconds."""
+    # By NVML: CUDA's own count leaves a process whose forks (vLLM's engine, say) may use no card.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     return torch.cuda.is_available()

@@ -24,7 +24,7 @@ _ON_A_CARD = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # the tests' process may have asked the card something
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the tests' process may have asked the card something
 }
 #: What every vLLM of these tests is run with.
 ENVIRONMENT = {
