@@ -1,5 +1,6 @@
 """Plumbing for the markers gpu, large and alone (see pyproject.toml) and for Ctrl-C; no fixtures live here."""
 
+import os
 import signal
 
 import pytest
