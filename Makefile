@@ -22,10 +22,10 @@ TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf '%s' '$(TORCH)' | cksum
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # `make proto test` means in that order
-.PHONY: help venv proto proto-check proto-baseline lint format clients-cpp test test-vllm demo demo-vllm fuzz chaos chaos-vllm soak bench clean
+.PHONY: help venv proto proto-check proto-baseline lint format clients-cpp clients-cpp-portable test test-vllm demo demo-vllm fuzz chaos chaos-vllm soak bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- environments -----------------------------------------------------------------------------------------------
 
@@ -103,6 +103,10 @@ clients/node/node_modules/.stamp: clients/node/package-lock.json
 clients-cpp: ## build the C++ client into .build-cpp (as root: installs Debian's packages for it)
 	@clients/cpp/build.sh
 
+clients-cpp-portable: clients-cpp ## the same as one program for a machine without Debian's packages, in .build-cpp-portable
+	@cmake -S clients/cpp -B .build-cpp-portable -G 'Unix Makefiles' -DPORTABLE=ON >/dev/null
+	@cmake --build .build-cpp-portable --target publish_checkpoint -j "$$(nproc)" -- -s --no-print-directory
+
 # Recursive, and asked when the tests begin: clients-cpp may have installed what was missing.
 WEIGHTPLANE_NEEDS_CLIENTS ?= $(if $(shell command -v npm),node) $(if $(shell test -f .build-cpp/Makefile && echo x),cpp)
 export WEIGHTPLANE_NEEDS_CLIENTS
@@ -150,6 +154,6 @@ bench: $(VENV)/.stamp $(VENV)/.nixl ## run the benchmarks; results under .bench/
 	  echo "== $$script"; $(VENV)/bin/python $$script --json .bench/$$(basename $$script .py).json $(ARGS); done
 
 clean: ## remove the environments and everything generated, stubs excepted
-	rm -rf .venv .venv-proto .venv-vllm .bench .build-cpp build dist demo-report clients/node/node_modules
+	rm -rf .venv .venv-proto .venv-vllm .bench .build-cpp .build-cpp-portable build dist demo-report clients/node/node_modules
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

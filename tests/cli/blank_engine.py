@@ -33,7 +33,7 @@ def blank_module(path: str) -> nn.Module:
     return root
 
 
-def make(path: str, dump: str = "", staged: bool = True) -> Served:
+def make(path: str, dump: str = "", staged: bool = True, device: str = "cpu") -> Served:
     """``dump``: after each update every live tensor's bytes are written there, one file per name."""
 
     def write(module: nn.Module) -> None:
@@ -45,7 +45,7 @@ def make(path: str, dump: str = "", staged: bool = True) -> Served:
     def generator(prompts: Sequence[Sequence[int]], **options: Any) -> Any:
         raise ValueError("a blank engine generates nothing")
 
-    engine = TorchModuleEngine(blank_module(path), staged=staged, hooks=[write] if dump else [])
+    engine = TorchModuleEngine(blank_module(path).to(device), staged=staged, hooks=[write] if dump else [])
     return Served(engine, generator)
 
 

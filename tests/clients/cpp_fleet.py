@@ -30,15 +30,19 @@ class Fleet:
 
     def __init__(self, launched: Launched, *plane: str, env: Mapping[str, str] | None = None) -> None:
         """``plane``: more options of the control plane; ``env``: of every agent."""
+        self.program = PROGRAM
         self.launched, self.env = launched, dict(env or {})
         words = ["--listen", "127.0.0.1:0", "--store", "memory:", "--beat", "0.2", "--ttl", "3", *plane]
         started = launched.start("plane", "controlplane", *words)
         self.address = str(started["address"])
         self.serving: dict[str, str] = {}
 
-    def replica(self, name: str, path: Path, *, staged: bool = True, only: str = "", **env: str) -> None:
+    def replica(
+        self, name: str, path: Path, *, staged: bool = True, device: str = "cpu", only: str = "", **env: str
+    ) -> None:
         """``only``: the one transport that it offers."""
-        flags = [f"--engine-option={k}={json.dumps(v)}" for k, v in (("path", str(path)), ("staged", staged))]
+        options = {"path": str(path), "staged": staged, "device": device}
+        flags = [f"--engine-option={k}={json.dumps(v)}" for k, v in options.items()]
         words = ["--address", self.address, "-g", "g", "--replica-id", name, "--generate", "127.0.0.1:0"]
         words += ["--transport", only] if only else []
         engine = ["--engine", "tests.cli.blank_engine:make", *flags]
@@ -80,7 +84,7 @@ class Fleet:
         return newest is not None and newest.version == version and newest.phase == update_pb2.UPDATE_PHASE_TRANSFERRING
 
     def command(self, *args: str) -> list[str]:
-        return [str(PROGRAM), "--address", self.address, "--group", "g", *args]
+        return [str(self.program), "--address", self.address, "--group", "g", *args]
 
     def publish(self, *args: str, code: int = 0, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         merged = {**os.environ, **(env or {})}

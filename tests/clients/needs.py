@@ -13,9 +13,11 @@ import pytest
 
 from tests.cli.fleet import ROOT
 
-__all__ = ["NODE", "PROGRAM", "missing", "need"]
+__all__ = ["NODE", "PORTABLE", "PROGRAM", "missing", "need"]
 
 PROGRAM = ROOT / ".build-cpp" / "publish_checkpoint"
+#: The same without Debian's libraries: for a GPU host.
+PORTABLE = ROOT / ".build-cpp-portable" / "publish_checkpoint"
 NODE = ROOT / "clients" / "node"
 
 

@@ -10,10 +10,11 @@
 #include "stop.hpp"
 #include "weightplane/plan.hpp"
 
-// wpd1 of each region that `member` sends, in plan order; 0 for one that is not `wanted`. Throws why `stop` was set.
+// wpd1 of each region that `member` sends, in plan order; 0 for one that is not `wanted`, hashed by so many threads.
+// Throws why `stop` was set.
 std::vector<std::uint64_t> region_digests(const weightplane::Plan &plan, const Safetensors &source,
                                           const std::string &member, const std::set<std::size_t> &wanted,
-                                          const Stop &stop);
+                                          const Stop &stop, unsigned threads);
 
 // Calls f(address, bytes) for bytes [offset, offset + nbytes) of a region, in order.
 template <class F>

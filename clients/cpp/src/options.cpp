@@ -1,5 +1,6 @@
 #include "options.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -14,7 +15,9 @@ Puts a checkpoint on every replica of a group that may take part, or on none. Ct
 
   --address HOST:PORT    the control plane (default 127.0.0.1:7450)
   --transport NAME       auto (default): the best for each replica, of shm (replicas of this host and user) and grpc;
-                         shm or grpc: this one for all
+                         shm or grpc: this one for all; from a GPU's memory, into which the file is copied first:
+                         cuda_ipc (replicas of this host, on the same GPU or its peers), nccl (on GPUs of their own)
+  --device N             the GPU, as CUDA_VISIBLE_DEVICES numbers them (default 0)
   --step N               the trainer's own number of this checkpoint (default 0)
   --takeover             fence a trainer that still holds the group
   --timeout SECONDS      for the whole update (default 120)
@@ -105,6 +108,8 @@ Options parse(int argc, char **argv) {
             o.transport = value;
         else if (name == "--trainer-id")
             o.trainer_id = value;
+        else if (name == "--device")
+            o.device = static_cast<int>(std::min<std::int64_t>(whole(name, value), 1'000'000));
         else if (name == "--tls-ca")
             paths.ca = value;
         else if (name == "--tls-cert")
@@ -124,8 +129,9 @@ Options parse(int argc, char **argv) {
     }
     if (o.group.empty() || o.file.empty())
         refuse("--group and --file are needed; see --help");
-    if (o.transport != "auto" && o.transport != "grpc" && o.transport != "shm")
-        refuse("--transport '" + o.transport + "': this program has auto, shm and grpc");
     o.identity = identity(paths);
-    return o;
+    for (const char *known : {"auto", "shm", "grpc", "cuda_ipc", "nccl"})
+        if (o.transport == known)
+            return o;
+    refuse("--transport '" + o.transport + "': this program has auto, shm, grpc, cuda_ipc and nccl");
 }

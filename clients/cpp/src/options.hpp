@@ -11,6 +11,7 @@ struct Options {
     std::string group, file, transport = "auto", trainer_id = "publish_checkpoint";
     Identity identity;
     std::int64_t step = 0;
+    int device = 0; // the GPU
     bool takeover = false, help = false;
     double timeout = 120, wait = 30;
 };

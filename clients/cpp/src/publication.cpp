@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <iostream>
 #include <map>
+#include <thread>
 #include <unistd.h>
 
 #include "digests.hpp"
@@ -74,9 +75,11 @@ Outcome Publication::run() {
         update();
         const auto info = finish();
         const std::chrono::duration<double> took = Clock::now() - began;
+        rounds_.clear();
         close();
         return {info, bytes_, took.count(), used()};
     } catch (const Error &why) {
+        rounds_.clear(); // our side first: it may hold receivers up
         if (opening_) {
             const auto stands = abort(why.what());
             if (stands && decided(*stands)) { // it was decided before: that counts
@@ -223,10 +226,9 @@ void Publication::update() {
 
 // One call of UpdateWeights: everyone is armed, the bytes move, the digests are delivered.
 void Publication::round(const std::vector<int> &channels, std::int64_t seq, bool all) {
-    std::map<std::string, weightplane::Plan> plans; // by channel; nothing may move once senders refer to it
+    auto &[plans, senders] = rounds_.emplace_back(); // where nothing moves: senders refer to plans
     for (const int i : channels)
         plans.emplace(started_.channels(i).channel_id(), plan_of(started_.channels(i).plan_id()));
-    std::vector<std::pair<std::string, std::unique_ptr<Sender>>> senders;
     for (const auto &binding : bound_.channels()) {
         const auto plan = plans.find(binding.channel_id());
         if (plan == plans.end())
@@ -252,6 +254,8 @@ void Publication::round(const std::vector<int> &channels, std::int64_t seq, bool
 
     std::vector<std::pair<const weightplane::Plan *, std::future<std::vector<std::uint64_t>>>> hashing;
     std::vector<std::future<void>> sending;
+    // Where the bytes move without our processor, the digests are what is waited for.
+    const unsigned threads = transports_.front()->device_uuid().empty() ? 1 : std::thread::hardware_concurrency();
     const StopOnError all_end(stop_); // before we wait, in a destructor, for what still runs
     for (const auto &[channel, plan] : plans) {
         std::set<std::size_t> wanted;
@@ -262,7 +266,7 @@ void Publication::round(const std::vector<int> &channels, std::int64_t seq, bool
                 wanted.insert(i);
         if (started_.verify() != v1::VERIFY_LEVEL_OFF)
             hashing.emplace_back(&plan, std::async(std::launch::async, region_digests, std::cref(plan),
-                                                   std::cref(source_), member_, wanted, std::cref(stop_)));
+                                                   std::cref(source_), member_, wanted, std::cref(stop_), threads));
     }
     for (auto &[channel, sender] : senders) {
         const auto &plan = plans.at(channel);

@@ -1,6 +1,7 @@
 // One checkpoint on one group: init, start, update, finish.
 #pragma once
 
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -18,6 +19,13 @@ struct Outcome {
     std::uint64_t bytes = 0; // that left this trainer, once per set of receivers
     double seconds = 0;      // from StartUpdate to FinishUpdate's answer
     std::map<std::string, std::set<std::string>> transports; // by replica
+};
+
+// One call of UpdateWeights: the plan and the sender of each channel. Senders live until the update is over: who receives
+// may look at them until then.
+struct Round {
+    std::map<std::string, weightplane::Plan> plans; // by channel
+    std::vector<std::pair<std::string, std::unique_ptr<Sender>>> senders;
 };
 
 class Publication {
@@ -64,4 +72,5 @@ private:
     weightplane::v1::InitTransferResponse bound_;
     weightplane::v1::StartUpdateResponse started_;
     std::uint64_t bytes_ = 0;
+    std::list<Round> rounds_;
 };

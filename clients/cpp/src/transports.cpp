@@ -4,7 +4,9 @@
 #include <cstring>
 #include <unistd.h>
 
+#include "cuda_ipc.hpp"
 #include "grpc_sender.hpp"
+#include "nccl_sender.hpp"
 #include "shm_segment.hpp"
 #include "shm_sender.hpp"
 
@@ -53,12 +55,16 @@ private:
 
 } // namespace
 
-std::vector<std::unique_ptr<Transport>> transports(const Options &options, const Safetensors &) {
+std::vector<std::unique_ptr<Transport>> transports(const Options &options, const Safetensors &source) {
     const auto wanted = [&](const char *name) { return options.transport == "auto" || options.transport == name; };
     std::vector<std::unique_ptr<Transport>> out;
     if (wanted("shm"))
         out.push_back(std::make_unique<Shm>());
     if (wanted("grpc"))
         out.push_back(std::make_unique<Grpc>(options.identity));
+    if (options.transport == "cuda_ipc")
+        out.push_back(cuda_ipc(options.device, source));
+    if (options.transport == "nccl")
+        out.push_back(nccl(options.device, source));
     return out;
 }

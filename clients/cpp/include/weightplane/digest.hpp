@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
-#if defined(__x86_64__)
+#if defined(XXH_INLINE_ALL)
+#include <xxhash.h> // as wide as the compiler is told that processors are
+#elif defined(__x86_64__)
 #include <xxh_x86dispatch.h> // the widest vectors that this processor has
 #else
 #include <xxhash.h>

@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4), for content ids.
+// SHA-256 (FIPS 180-4), for content ids, and what is keyed by it, for proofs.
 #pragma once
 
 #include <array>
@@ -48,8 +48,8 @@ inline void sha256_block(std::array<std::uint32_t, 8> &h, const unsigned char *b
 
 } // namespace detail
 
-// The first 128 bits of SHA-256, as 32 hex digits: what every content id ends with.
-inline std::string sha256_128(std::string_view text) {
+// 32 bytes.
+inline std::string sha256(std::string_view text) {
     std::array<std::uint32_t, 8> h = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                       0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
     const auto *at = reinterpret_cast<const unsigned char *>(text.data());
@@ -66,12 +66,37 @@ inline std::string sha256_128(std::string_view text) {
         tail[end - 1 - i] = static_cast<unsigned char>(bits >> (8 * i));
     for (std::size_t i = 0; i < end; i += 64)
         detail::sha256_block(h, tail.data() + i);
+    std::string out;
+    for (const auto word : h)
+        for (int shift = 24; shift >= 0; shift -= 8)
+            out += static_cast<char>(word >> shift & 255);
+    return out;
+}
+
+// In lower-case hex.
+inline std::string hex(std::string_view bytes) {
     static const char digits[] = "0123456789abcdef";
     std::string out;
-    for (std::size_t i = 0; i < 4; ++i)
-        for (int shift = 28; shift >= 0; shift -= 4)
-            out += digits[h[i] >> shift & 15];
+    for (const char c : bytes) {
+        out += digits[c >> 4 & 15];
+        out += digits[c & 15];
+    }
     return out;
+}
+
+// The first 128 bits, as 32 hex digits: what every content id ends with.
+inline std::string sha256_128(std::string_view text) { return hex(sha256(text).substr(0, 16)); }
+
+// HMAC (RFC 2104) with SHA-256: 32 bytes.
+inline std::string hmac_sha256(std::string_view key, std::string_view text) {
+    std::string block = key.size() > 64 ? sha256(key) : std::string(key);
+    block.resize(64, '\0');
+    std::string inner = block, outer = block;
+    for (std::size_t i = 0; i < 64; ++i) {
+        inner[i] = static_cast<char>(inner[i] ^ 0x36);
+        outer[i] = static_cast<char>(outer[i] ^ 0x5c);
+    }
+    return sha256(outer + sha256(inner.append(text)));
 }
 
 } // namespace weightplane
