@@ -88,7 +88,12 @@ class Fleet:
 
     def publish(self, *args: str, code: int = 0, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         merged = {**os.environ, **(env or {})}
-        done = subprocess.run(self.command(*args), env=merged, capture_output=True, text=True, timeout=90, check=False)
+        try:
+            done = subprocess.run(
+                self.command(*args), env=merged, capture_output=True, text=True, timeout=90, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end: {self.newest()}\n{self.launched.log('plane')[-4000:]}") from None
         assert done.returncode == code, f"{args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         said: dict[str, Any] = json.loads(done.stdout)
         assert said["committed"] == (code == 0) and bool(done.stderr) == (code != 0), done.stderr
