@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
@@ -30,6 +29,7 @@ from benchmarks._common import GB, SAMPLES, WARM_UPS, Report, Result, Rounds, pa
 from benchmarks._models import MODELS, model, model_bytes
 from benchmarks._process import MemberFailed, Process, tell_all
 from benchmarks.control_plane import SERVER, line, process
+from tests.clients.files import save
 from weightplane.transports.dtypes import dtype_of
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ def write(path: Path, name: str) -> None:
         kind = dtype_of(dtype)
         raw = torch.randint(0, 256, (*shape, kind.itemsize), dtype=torch.uint8, generator=made)
         tensors[tensor] = raw.view(kind).reshape(shape)
-    save_file(tensors, path)
+    save(path, tensors)
 
 
 def published(words: list[str]) -> dict[str, float]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 import torch
-from safetensors.torch import save_file
 
 from tests.cli.fleet import Launched
+from tests.clients.files import save
 from tests.clients.needs import PROGRAM
 from tests.process.harness import eventually
 from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
@@ -109,5 +109,4 @@ def weights(path: Path, value: float, names: str = "w", size: int = 1 << 21) -> 
     """8 MiB a tensor, and small ones of odd shapes."""
     tensors = {f"{names}{i}": torch.full((size,), value + i) for i in range(4)}
     odd = {"scalar": torch.tensor(value), "empty": torch.zeros(0, 3), "thin": torch.full((3, 5, 7), value).bfloat16()}
-    save_file({**tensors, **odd}, path)
-    return path
+    return save(path, {**tensors, **odd})

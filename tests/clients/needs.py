@@ -2,20 +2,23 @@
 
 Without them a test is skipped, with the reason. ``WEIGHTPLANE_NEEDS_CLIENTS`` names those that must be there (``cpp``,
 ``node``; ``1``: all): their tests fail instead. CI sets it, so that a build that went missing cannot pass for green.
+``WEIGHTPLANE_CPP_PROGRAM`` is another ``publish_checkpoint`` to test, the portable one say.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.cli.fleet import ROOT
 
-__all__ = ["NODE", "PORTABLE", "PROGRAM", "missing", "need"]
+__all__ = ["BUILT", "NODE", "PORTABLE", "PROGRAM", "missing", "need"]
 
-PROGRAM = ROOT / ".build-cpp" / "publish_checkpoint"
+BUILT = ROOT / ".build-cpp"
+PROGRAM = Path(os.environ.get("WEIGHTPLANE_CPP_PROGRAM") or BUILT / "publish_checkpoint")
 #: The same without Debian's libraries: for a GPU host.
 PORTABLE = ROOT / ".build-cpp-portable" / "publish_checkpoint"
 NODE = ROOT / "clients" / "node"

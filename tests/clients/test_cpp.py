@@ -16,13 +16,11 @@ from tests.cli.fleet import Launched
 from tests.cli.test_publish_checkpoint import checkpoint
 from tests.clients import framing_vectors
 from tests.clients.cpp_fleet import Fleet, digests_of, weights
-from tests.clients.needs import PROGRAM
+from tests.clients.needs import BUILT
 from tests.process.harness import eventually
 from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
 from weightplane.transports.pull_wire import host_id
 from weightplane.v1 import update_pb2
-
-BUILT = PROGRAM.parent
 
 wires = pytest.mark.parametrize("wire", ["grpc", "shm"])
 built = pytest.mark.usefixtures("cpp")
@@ -52,6 +50,8 @@ def test_the_library_agrees_with_every_vector_and_sees_a_changed_one(tmp_path: P
         ("plans", "p-642e82dba6", "p-642e82dba7"),
         ("framing", '"chosen":[0,1,2,3,4]', '"chosen":[0,1,2,3,5]'),
         ("framing", '"fence":"9c05', '"fence":"9c06'),
+        ("framing", '"parts":[[0,33,0],', '"parts":[[0,33,1],'),
+        ("framing", '"generation\\":5,', '"generation\\":6,'),
     ):
         file = folder / f"{name}.json"
         whole = file.read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_said_with_its_reason_and_exit_code(launched: Launched,
         (["--file", str(tmp_path)], 2, "INVALID_ARGUMENT", "is not a file"),
         ([], 2, "INVALID_ARGUMENT", "--group and --file are needed"),
         (["--file", str(path), "--step", "x"], 2, "INVALID_ARGUMENT", "--step: expected a whole number"),
-        (["--file", str(path), "--transport", "nccl"], 2, "INVALID_ARGUMENT", "nccl"),
+        (["--file", str(path), "--transport", "ucx"], 2, "INVALID_ARGUMENT", "ucx"),
         (["--file", str(path), "--group", "no such group"], 2, "INVALID_ARGUMENT", "group"),
         (["--file", str(path), "--wait", "0"], 4, "NOT_ENOUGH_REPLICAS", ""),
         (["--file", str(path), "--address", "10.255.0.1:1"], 4, "INVALID_ARGUMENT", "WEIGHTPLANE_INSECURE"),

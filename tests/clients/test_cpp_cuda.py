@@ -19,7 +19,7 @@ import torch
 
 from tests.cli.blank_engine import blank_module
 from tests.clients.cpp_fleet import weights
-from tests.clients.needs import PROGRAM
+from tests.clients.needs import BUILT, PROGRAM
 from tests.inference_agent.server import Server, eventually, server
 from tests.transports import host_card
 from tests.transports.collective_tcp import StreamCard, TcpCollective, TcpRuntime
@@ -67,7 +67,7 @@ class Site:
     def start(self, file: Path, *more: str, wire: str = "cuda_ipc", **env: str) -> subprocess.Popen[str]:
         where = ["--address", self.plane.address, "--group", "g"]
         words = [str(PROGRAM), *where, "--file", str(file), "--transport", wire, *more]
-        merged = {**os.environ, "LD_LIBRARY_PATH": str(PROGRAM.parent / "host_card"), **env}
+        merged = {**os.environ, "LD_LIBRARY_PATH": str(BUILT / "host_card"), **env}
         return subprocess.Popen(words, env=merged, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def publish(self, file: Path, *more: str, wire: str = "cuda_ipc", code: int = 0, **env: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def test_what_is_missing_is_said(site: Site, tmp_path: Path) -> None:
         said = site.publish(site.file, *more, code=5, **env)
         assert said["reason"] == "TRANSPORT" and all(t in said["message"] for t in told), said
     (driver := tmp_path / "driver").mkdir()  # and no NCCL beside it
-    (driver / "libcuda.so.1").symlink_to(PROGRAM.parent / "host_card" / "libcuda.so.1")
+    (driver / "libcuda.so.1").symlink_to(BUILT / "host_card" / "libcuda.so.1")
     said = site.publish(site.file, wire="nccl", code=5, LD_LIBRARY_PATH=str(driver))
     assert said["reason"] == "TRANSPORT" and "libnccl.so.2" in said["message"] and "NCCL 2.18" in said["message"], said
     assert site.plane.state().trainer is None, "the group was never asked for"

@@ -5,9 +5,11 @@
 
 #include "errors.hpp"
 #include "shm_segment.hpp"
+#include "weightplane/collective.hpp"
 #include "weightplane/digest.hpp"
 #include "weightplane/framing.hpp"
 #include "weightplane/plan.hpp"
+#include "weightplane/pull.hpp"
 #include "weightplane/v1/tensor.pb.h"
 #include "weightplane/v1/transport.pb.h"
 
@@ -33,15 +35,7 @@ json load(const std::string &path) {
     return json::parse(file);
 }
 
-std::string hex(const std::string &bytes) {
-    static const char digits[] = "0123456789abcdef";
-    std::string out;
-    for (const char c : bytes) {
-        out += digits[c >> 4 & 15];
-        out += digits[c & 15];
-    }
-    return out;
-}
+using weightplane::hex;
 
 std::string unhex(const std::string &text) {
     std::string out;
@@ -208,6 +202,33 @@ void framing(const json &file) {
         expect("shm fence of " + row.dump(), hex(fence), row.at("fence").get<std::string>());
         expect("shm proof of " + row.dump(), hex(shm_proof(unhex(row.at("key")), "sender", channel, sender)),
                row.at("proof").get<std::string>());
+    }
+    for (const auto &row : file.at("pulls"))
+        for (const char *side : {"sender", "receiver"})
+            expect("proof of the " + std::string(side) + " in " + row.dump(),
+                   hex(weightplane::pull_proof(unhex(row.at("key")), side, row.at("channel_id"), row.at("member"),
+                                               row.at("peer"), unhex(row.at("nonce")), unhex(row.at("sender_nonce")))),
+                   row.at(side).get<std::string>());
+    for (const auto &row : file.at("steps")) {
+        const auto &t = row.at("tuning");
+        weightplane::Bucket bucket;
+        for (const std::uint64_t n : row.at("segments"))
+            bucket.segments.push_back({0, 0, n});
+        json found = json::array();
+        for (const auto &step : weightplane::steps_of(bucket, {t.at(0), t.at(1), t.at(2)})) {
+            json parts = json::array();
+            for (const auto &p : step.parts)
+                parts.push_back({p.offset, p.nbytes, p.at});
+            found.push_back({{"large", step.large}, {"parts", parts}});
+        }
+        expect("steps of segments " + row.at("segments").dump(), found, row.at("steps"));
+    }
+    for (const auto &row : file.at("fences")) {
+        const auto found = weightplane::fence_text(row.at("channel_id"), row.at("update_id"), row.at("epoch"),
+                                                   row.at("generation"), row.at("first"), row.at("buckets"),
+                                                   row.at("bytes"), {});
+        expect("bytes of a fence", found.size(), std::size_t{weightplane::kFenceBytes});
+        expect("fence of " + row.at("update_id").dump(), std::string(found.c_str()), row.at("text").get<std::string>());
     }
     for (const auto &row : file.at("samples")) {
         const auto chosen = weightplane::sampled_regions(row.at("update_id"), row.at("regions"));
