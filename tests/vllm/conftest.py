@@ -26,7 +26,7 @@ LONGEST = (
     ("test_generation", "test_http_fleet"),
     *(("test_direct",), ("test_failures",), ("test_demo_vllm",), ("test_examples_vllm",), ("test_tensor_parallel",)),
     *(("test_faults_vllm",), ("test_offline",), ("test_cases_vllm",)),
-    *(("test_async_llm",), ("test_experts",), ("test_draft",)),
+    *(("test_parity",), ("test_async_llm",), ("test_experts",), ("test_draft",)),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ __all__ = ["register"]
 
 UrlOption = Annotated[str, typer.Option("--url", help="Where vLLM's server listens.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
+_REPORT = Path("parity-report")
 _START = "start it with VLLM_SERVER_DEV_MODE=1, or name its address with --url"
 
 app = typer.Typer(
@@ -71,39 +73,50 @@ def audit(
         raise typer.Exit(Exit.REFUSED)
 
 
+CheckpointOption = Annotated[
+    Path | None, typer.Option("--checkpoint", help="The trainer's weights, as Hugging Face lays them out.")
+]
+VersionOption = Annotated[int, typer.Option("--version", min=-1, help="Theirs; -1 = whatever the engine has.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Of the trainer: float32, bfloat16 or float16.")]
+HeadOption = Annotated[str, typer.Option("--head-dtype", help="Of its last projection.")]
+SamplingOption = Annotated[
+    list[str] | None, typer.Option("--sampling", help="TEMPERATURE[,top_k=K][,top_p=P]; none = six. Repeatable.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of prompts and sampler.")]
+PromptsOption = Annotated[int, typer.Option("--prompts", min=1, help="How many.")]
+LengthOption = Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of each.")]
+TokensOption = Annotated[int, typer.Option("--tokens", min=1, help="Sampled in each completion.")]
+CompletionsOption = Annotated[int, typer.Option("--completions", min=1, help="Of each prompt and sampling.")]
+BoundOption = Annotated[list[str] | None, typer.Option("--bound", help="name=value: another bound. Repeatable.")]
+
+
 @app.command()
 def check(
     url: UrlOption = DEFAULT_URL,
-    checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="The trainer's weights, as Hugging Face lays them out.")
-    ] = None,
+    checkpoint: CheckpointOption = None,
     scorer: Annotated[
         str, typer.Option("--scorer", help="module:function that scores in place of --checkpoint (docs/parity.md).")
     ] = "",
-    version: Annotated[int, typer.Option("--version", min=-1, help="Theirs; -1 = whatever the engine has.")] = -1,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the trainer: float32, bfloat16 or float16.")] = "float32",
-    head_dtype: Annotated[str, typer.Option("--head-dtype", help="Of its last projection.")] = "float32",
-    sampling: Annotated[
-        list[str] | None, typer.Option("--sampling", help="TEMPERATURE[,top_k=K][,top_p=P]; none = six. Repeatable.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts and sampler.")] = 0,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of each.")] = 256,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Sampled in each completion.")] = 32,
-    completions: Annotated[int, typer.Option("--completions", min=1, help="Of each prompt and sampling.")] = 2,
+    version: VersionOption = -1,
+    dtype: DtypeOption = "float32",
+    head_dtype: HeadOption = "float32",
+    sampling: SamplingOption = None,
+    seed: SeedOption = 0,
+    prompts: PromptsOption = 4,
+    prompt_tokens: LengthOption = 256,
+    tokens: TokensOption = 32,
+    completions: CompletionsOption = 2,
     vocab: Annotated[int, typer.Option("--vocab", min=0, help="Token ids are below it; 0 = the checkpoint's.")] = 0,
-    bound: Annotated[list[str] | None, typer.Option("--bound", help="name=value: another bound. Repeatable.")] = None,
-    report: Annotated[Path, typer.Option("--report", help="Folder of parity.json and parity.png.")] = Path(
-        "parity-report"
-    ),
+    bound: BoundOption = None,
+    report: Annotated[Path, typer.Option("--report", help="Folder of parity.json and parity.png.")] = _REPORT,
     as_json: JsonOption = False,
 ) -> None:
     """Compare the engine's and the trainer's log-probabilities of the same tokens. Exit 4 if they are too far apart."""
-    from weightplane.parity import running
+    from weightplane.parity.running import Asked, prepare
 
-    try:
-        job = running.prepare(
-            running.Asked(
+    found = _ran(
+        lambda: prepare(
+            Asked(
                 url=url,
                 checkpoint=checkpoint,
                 scorer=scorer,
@@ -119,21 +132,103 @@ def check(
                 vocab=vocab,
                 bounds=tuple(bound or ()),
             )
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    except ModuleNotFoundError as error:
-        complain(f"{error.name} is missing", "", Exit.REFUSED, as_json, "pip install 'weightplane[torch]' transformers")
-    try:
-        found = job.run(report)
-    except running.ProbeError as error:
-        complain(str(error), "", Exit.REFUSED, as_json, _START)
+        ).run(report),
+        as_json,
+    )
     if as_json:
         emit_json(found)
     else:
         _show(found, report)
     if not found["ok"]:
         raise typer.Exit(Exit.REFUSED)
+
+
+@app.command()
+def diagnose(
+    url: UrlOption = DEFAULT_URL,
+    checkpoint: CheckpointOption = None,
+    previous: Annotated[
+        Path | None, typer.Option("--previous", help="The version before: stale weights and caches are told by it.")
+    ] = None,
+    fresh: Annotated[str, typer.Option("--fresh", help="URL of an engine freshly started from --checkpoint.")] = "",
+    scorer: Annotated[
+        str, typer.Option("--scorer", help="module:function: what the training job itself computes, judged too.")
+    ] = "",
+    cache: Annotated[str, typer.Option("--cache", help="Cache policy declared: stale keys are a fault if clear.")] = (
+        "clear"
+    ),
+    version: VersionOption = -1,
+    dtype: DtypeOption = "float32",
+    head_dtype: HeadOption = "float32",
+    sampling: SamplingOption = None,
+    seed: SeedOption = 0,
+    prompts: PromptsOption = 4,
+    prompt_tokens: LengthOption = 256,
+    tokens: TokensOption = 32,
+    completions: CompletionsOption = 1,
+    bound: BoundOption = None,
+    report: Annotated[Path, typer.Option("--report", help="Folder of diagnosis.json.")] = _REPORT,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which kind of mismatch there is, and the likeliest cause, by controlled re-runs. Exit 4 if there is one."""
+    from weightplane.parity.running import Asked, diagnosed
+
+    one_of("--cache", cache, ("clear", "keep", "salt"))
+    found = _ran(
+        lambda: diagnosed(
+            Asked(
+                url=url,
+                checkpoint=checkpoint,
+                scorer=scorer,
+                version=None if version < 0 else version,
+                dtype=dtype,
+                head_dtype=head_dtype,
+                samplings=tuple(sampling or ()),
+                seed=seed,
+                prompts=prompts,
+                prompt_tokens=prompt_tokens,
+                tokens=tokens,
+                completions=completions,
+                bounds=tuple(bound or ()),
+                previous=previous,
+                fresh=fresh,
+                cache_policy=cache,
+            ),
+            report,
+        ),
+        as_json,
+    )
+    if as_json:
+        emit_json(found)
+    else:
+        rows = [
+            [c["kind"], c["cause"], "-" if c["mean_abs"] is None else f"{c['mean_abs']:.2e}", str(c["outside"])]
+            for c in found["candidates"][:8]
+        ]
+        if rows:
+            table("what each hypothesis leaves of the difference", ["kind", "cause", "mean |Δ|", "outside"], rows)
+        for name, stats in found["reruns"].items():
+            console.print(f"{name}: mean |Δ| {stats['mean_abs']}", markup=False)
+        console.print(f"{found['kind']}: {found['text']}", markup=False)
+        if found["advice"]:
+            console.print(f"  next: {found['advice']}", markup=False)
+    if not found["ok"]:
+        raise typer.Exit(Exit.REFUSED)
+
+
+def _ran(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
+    """What the work found; its errors as documented exits."""
+    from weightplane.parity.running import ProbeError, Unfit
+
+    try:
+        return work()
+    except Unfit as error:
+        raise typer.BadParameter(str(error)) from None
+    except ModuleNotFoundError as error:
+        todo = "pip install 'weightplane[torch]' transformers"
+        complain(f"{error.name} is missing", "", Exit.REFUSED, as_json, todo)
+    except ProbeError as error:
+        complain(str(error), "", Exit.REFUSED, as_json, _START)
 
 
 def _show(found: dict[str, Any], report: Path) -> None:

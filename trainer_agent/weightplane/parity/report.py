@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .diagnosis import Diagnosis
 from .probe import ProbeResult
 from .stats import Stats
 
-__all__ = ["draw", "report", "write_json"]
+__all__ = ["diagnosis_report", "draw", "report", "write_json"]
 
 
 def report(result: ProbeResult, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,6 +31,24 @@ def report(result: ProbeResult, about: Mapping[str, Any]) -> dict[str, Any]:
         "engine_seconds": result.seconds[0],
         "scorer_seconds": result.seconds[1],
     }
+
+
+def diagnosis_report(found: Diagnosis, more: Mapping[str, Stats], about: Mapping[str, Any]) -> dict[str, Any]:
+    """A diagnosis as JSON-ready data; ``candidates``: each hypothesis and what it leaves, the best first."""
+    tried = sorted(found.candidates, key=lambda c: c.stats.mean_abs if c.stats.tokens else math.inf)
+    return {
+        "ok": found.kind == "none" or not found.fault,
+        **about,
+        **{k: _finite(getattr(found, k)) for k in ("kind", "cause", "text", "advice", "fault")},
+        **{k: _finite(getattr(found, k)) for k in ("before", "left", "next_best", "separation")},
+        "candidates": [{"kind": c.kind, "cause": c.cause, **_short(c.stats)} for c in tried],
+        "reruns": {name: _short(stats) for name, stats in more.items()},
+    }
+
+
+def _short(stats: Stats) -> dict[str, Any]:
+    names = ("tokens", "mean_abs", "p99_abs", "max_abs", "kl", "ess", "outside", "bad")
+    return {k: _finite(getattr(stats, k)) for k in names}
 
 
 def _plain(stats: Stats) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``weightplane parity check``: from what was asked for to the files of the report."""
+"""``weightplane parity check`` and ``diagnose``: from what was asked for to the files of the report."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from .probe import ProbeError, ProbeResult, probe
-from .report import draw, report, write_json
+from .probe import ProbeError, ProbeResult, probe, sample
+from .report import diagnosis_report, draw, report, write_json
 from .samples import DEFAULT_SAMPLINGS, Plan, Scorer, draw_prompts, sampling_from
-from .thresholds import Thresholds, thresholds_of
+from .thresholds import Thresholds, calibrated, thresholds_of
 
-__all__ = ["Asked", "Job", "ProbeError", "prepare"]
+__all__ = ["Asked", "Job", "ProbeError", "Unfit", "diagnosed", "prepare"]
+
+
+class Unfit(ValueError):
+    """What was asked for cannot be; the message says what was expected."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The command's options. ``samplings`` and ``bounds``: as words; ``vocab`` 0: the checkpoint's."""
+    """The commands' options. ``samplings`` and ``bounds``: as words; ``vocab`` 0: the checkpoint's. The last three are
+    of ``diagnose`` (``Evidence``)."""
 
     url: str
     checkpoint: Path | None = None
@@ -37,6 +42,9 @@ class Asked:
     completions: int = 2
     vocab: int = 0
     bounds: Sequence[str] = ()
+    previous: Path | None = None
+    fresh: str = ""
+    cache_policy: str = "clear"
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,46 @@ class Job:
         return found
 
 
+def diagnosed(asked: Asked, folder: Path) -> dict[str, Any]:
+    """Measure, try every hypothesis, and write ``diagnosis.json``; returns what it holds.
+
+    ``asked.checkpoint`` is the reference; ``asked.scorer``, if there is one, what the training job itself computes.
+    ``Unfit``: what cannot be; ``ModuleNotFoundError``: torch or transformers; ``ProbeError``.
+    """
+    if asked.checkpoint is None:
+        raise Unfit("expected --checkpoint: hypotheses are tried on its weights")
+    from .diagnosing import Evidence, diagnose
+    from .scorer import TransformersScorer
+    from .variants import Variants
+
+    job = prepare(replace(asked, scorer=""))
+    own = _scorer(replace(asked, checkpoint=None)) if asked.scorer else None
+    before = None if asked.previous is None else _scorer(replace(asked, checkpoint=asked.previous, scorer=""))
+    reference = job.scorer
+    assert isinstance(reference, TransformersScorer) and (before is None or isinstance(before, TransformersScorer))
+    version, samples = sample(asked.url, job.plan, version=asked.version)
+    coldest = min((s.temperature or 1.0 for s in job.plan.samplings), default=1.0)
+    bounds = job.thresholds.at(coldest)
+    if reference.rounds:
+        bounds = calibrated(reference.score(samples), reference.exact(samples))
+    evidence = Evidence(Variants(reference, version, before), bounds, asked.url, asked.fresh, asked.cache_policy, own)
+    conclusion, more = diagnose(samples, evidence)
+    found = diagnosis_report(conclusion, more, {"url": asked.url, "version": version, "seed": asked.seed})
+    write_json(folder / "diagnosis.json", found)
+    return found
+
+
 def prepare(asked: Asked) -> Job:
-    """Make scorer and plan. ``ValueError`` says what cannot be; ``ModuleNotFoundError``: torch or transformers."""
+    """Make scorer and plan. ``Unfit`` says what cannot be; ``ModuleNotFoundError``: torch or transformers."""
+    try:
+        return _prepared(asked)
+    except Unfit:
+        raise
+    except ValueError as e:
+        raise Unfit(str(e)) from e
+
+
+def _prepared(asked: Asked) -> Job:
     if (asked.checkpoint is None) == (not asked.scorer):
         raise ValueError("expected one of --checkpoint and --scorer: whose log-probabilities are right?")
     samplings = tuple(sampling_from(s) for s in asked.samplings) or DEFAULT_SAMPLINGS
@@ -124,15 +170,15 @@ def _scorer(asked: Asked) -> Scorer:
         try:
             return TransformersScorer(asked.checkpoint, dtype=asked.dtype, head_dtype=asked.head_dtype)
         except (OSError, AttributeError) as e:
-            raise ValueError(f"--checkpoint {asked.checkpoint}: {e}") from e
+            raise Unfit(f"--checkpoint {asked.checkpoint}: {e}") from e
     module, colon, name = asked.scorer.partition(":")
     if not colon:
-        raise ValueError(f"--scorer {asked.scorer!r}: expected module:function")
+        raise Unfit(f"--scorer {asked.scorer!r}: expected module:function")
     sys.path.insert(0, os.getcwd())  # one beside the user is found, as by python itself
     try:
         found: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as e:
-        raise ValueError(f"--scorer {asked.scorer!r}: {e}") from e
+        raise Unfit(f"--scorer {asked.scorer!r}: {e}") from e
     if not callable(found):
-        raise ValueError(f"--scorer {asked.scorer!r}: expected a function, found {type(found).__name__}")
+        raise Unfit(f"--scorer {asked.scorer!r}: expected a function, found {type(found).__name__}")
     return cast(Scorer, found)

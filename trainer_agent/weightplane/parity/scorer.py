@@ -46,6 +46,12 @@ class TransformersScorer:
         return int(weight.shape[0])
 
     @property
+    def tied(self) -> bool:
+        """Whether the last projection's weights are the embedding's."""
+        model: Any = self.model
+        return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+    @property
     def rounds(self) -> bool:
         """See ``Rounds``."""
         return self.dtype != "float32" or self.head_dtype != "float32"
@@ -83,7 +89,7 @@ class TransformersScorer:
             ids = torch.tensor([[*samples[i].prompt, *samples[i].tokens] for i in indices])
             logits = self.logits(ids, weights=weights, head_dtype=head_dtype)
             for row, i in enumerate(indices):
-                found[i] = self._of(samples[i], logits[row])
+                found[i] = self.of_logits(samples[i], logits[row])
         return found
 
     @torch.no_grad()
@@ -106,8 +112,15 @@ class TransformersScorer:
         logits: Tensor = out.logits
         return logits
 
-    def _of(self, sample: Sample, logits: Tensor) -> list[float]:
-        """Of one sequence whose last row is that of its last token: ``[≥ tokens + 1, vocab]``."""
+    @torch.no_grad()
+    def keys(self, ids: Tensor) -> Any:
+        """Keys and values of token ids int64 ``[1, t]``, for ``logits(cache=…)`` of this or another model."""
+        out: Any = self.model(input_ids=ids, use_cache=True)
+        return out.past_key_values
+
+    def of_logits(self, sample: Sample, logits: Tensor) -> list[float]:
+        """Log-probabilities of a sample's tokens, from logits ``[≥ tokens + 1, vocab]`` whose last row is its last
+        token's."""
         rows = logits[-len(sample.tokens) - 1 : -1]
         return [float(v) for v in processed_logprobs(rows, torch.tensor(sample.tokens), sample.sampling)]
 

@@ -1,0 +1,71 @@
+"""The engine asked again: the same tokens without its cache, and requests that an update meets in flight."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts
+
+from .probe import ProbeError
+from .samples import Sample, Sampling
+
+__all__ = ["rescored", "ride"]
+
+_AT_ONCE = 4
+_NOT_FINITE = "Out of range float values are not JSON compliant"  # HTTP 400, vLLM 0.32
+
+
+def rescored(url: str, samples: Sequence[Sample], *, timeout: float = 120.0) -> list[list[float]]:
+    """The engine's own log-probabilities of the same tokens as parts of a prompt.
+
+    vLLM (0.32) computes those at temperature 1 without top-k and top-p in every logprobs mode, in one pass over the
+    whole, and does not read its prefix cache for them. One list per sample, nats; NaN where vLLM says that some are not
+    finite (it answers no request with such a value in it). ``ProbeError``.
+    """
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rescore") as pool:
+        return list(pool.map(lambda s: _rescored(url, s, timeout), samples))
+
+
+def _rescored(url: str, sample: Sample, timeout: float) -> list[float]:
+    ids = [*sample.prompt, *sample.tokens]
+    sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    body = json.dumps({"token_ids": ids, "sampling_params": sampling, "stream": False}).encode()
+    base = (url if "//" in url else f"http://{url}").rstrip("/")
+    request = urllib.request.Request(f"{base}/inference/v1/generate", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            entries: Any = json.loads(answer.read())["prompt_logprobs"]
+        last = list(zip(ids, entries, strict=True))[len(sample.prompt) :]
+        return [float(entry[str(token)]["logprob"]) for token, entry in last]
+    except (OSError, http.client.HTTPException) as e:
+        text = e.read(300).decode("utf-8", "replace") if isinstance(e, urllib.error.HTTPError) else str(e)
+        if _NOT_FINITE in text:
+            return [math.nan] * len(sample.tokens)
+        raise ProbeError(f"{base}/inference/v1/generate: {type(e).__name__}: {text}") from e
+    except (ValueError, KeyError, TypeError) as e:
+        raise ProbeError(f"{base}/inference/v1/generate: no prompt_logprobs of each token ({e})") from e
+
+
+def ride(url: str, prompt: Sequence[int], tokens: int, *, sampling: Sampling, seed: int, timeout: float) -> Sample:
+    """One completion, whatever updates it meets: its spans say which version sampled which tokens. ``ProbeError``."""
+    try:
+        (out,) = Rollouts(url, timeout=timeout).generate(
+            prompt,
+            max_tokens=tokens,
+            seed=seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+    except RolloutError as e:
+        raise ProbeError(str(e)) from e
+    if not out.tokens or len(out.logprobs) != len(out.tokens):
+        raise ProbeError(f"{url}: {len(out.tokens)} tokens with {len(out.logprobs)} log-probabilities ({out.finish})")
+    return Sample(tuple(prompt), tuple(out.tokens), tuple(out.logprobs), sampling, out.spans, out.cached_tokens)
