@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
-from tests.inference_agent.server import Server, eventually
+from tests.inference_agent.server import Server
 from weightplane.cli.client import connect
-from weightplane.inference_agent.engines.vllm.rollouts import Rollouts, VllmOutput
+from weightplane.parity.reruns import ride
 from weightplane.parity.samples import Sample, Sampling
 from weightplane.parity.scorer import TransformersScorer
 from weightplane.trainer_agent import Publisher, StateDictSource
@@ -87,30 +88,31 @@ class ParityEngine:
 
     def publish_under(self, prompt: tuple[int, ...], seed: int, name: str, cache: str = "clear") -> Sample:
         """Publish while a request is in flight for certain: an operator's hold keeps it from ending meanwhile."""
-        sampling = Sampling(1.0)
-        seen: list[VllmOutput] = []
-        errors: list[BaseException] = []
+        flowing = threading.Event()
 
-        def run() -> None:
+        def fly() -> Sample:
             try:
-                rollouts = Rollouts(self.url)
-                seen.extend(rollouts.stream(prompt, max_tokens=RIDE, temperature=1.0, seed=seed))
-            except BaseException as e:
-                errors.append(e)
+                return ride(
+                    self.url,
+                    prompt,
+                    RIDE,
+                    sampling=Sampling(1.0),
+                    seed=seed,
+                    on_tokens=lambda n: flowing.set() if n > 3 else None,
+                )
+            finally:
+                flowing.set()  # one that failed is not waited for
 
-        thread = threading.Thread(target=run)
         ask = {"group": GROUP, "holder": "operator"}
-        with connect(self._plane.address, timeout=60) as c:
-            thread.start()
-            eventually(lambda: len(seen) > 3 or bool(errors), 60, "tokens come")
+        with connect(self._plane.address, timeout=60) as c, ThreadPoolExecutor(1) as pool:
+            flight = pool.submit(fly)
+            assert flowing.wait(60), "no tokens come"
             pause = fleet_pb2.PauseGenerationRequest(request_id=uuid4().hex, mode=common_pb2.PAUSE_MODE_KEEP, **ask)
             c.fleet.PauseGeneration(pause, timeout=60)
             try:
                 self.publish(name, cache)
             finally:
                 c.fleet.ResumeGeneration(fleet_pb2.ResumeGenerationRequest(request_id=uuid4().hex, **ask), timeout=60)
-        thread.join(120)
-        assert not thread.is_alive() and not errors, errors
-        out = seen[-1]
-        assert len(out.spans) == 2, f"the update came too late: {out.spans}"
-        return Sample(prompt, tuple(out.tokens), tuple(out.logprobs), sampling, out.spans, 0)
+            found = flight.result(120)
+        assert len(found.spans) == 2, f"the update came too late: {found.spans}"
+        return found

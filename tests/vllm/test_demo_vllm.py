@@ -68,6 +68,9 @@ def test_every_step_is_published_to_both_servers_and_their_log_probabilities_are
     assert all(p["pause_s"] > 0 for p in report["publishes"])
     assert 0 < report["logprob_gap_most"] < 1e-5, "vLLM does not compute with the trainer's weights"
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    # Before training and after each step an evaluation, a batch a step, and the last evaluation once more.
+    assert len(report["batches"]) == 2 * STEPS + 2
+    assert report["ess_least"] >= 0.999 and all(b["lag"] == 0 for b in report["batches"])
     # Two steps do not learn to sort: the verdict and the exit status say so.
     assert report["learned"] is False and found.status == 5 and "did NOT learn" in found.said
 
@@ -80,6 +83,8 @@ def test_the_control_publishes_nothing_and_its_reward_does_not_rise(golden: obje
     assert control.status == 0, control.said
     assert report["sync"] is False and report["publishes"] == [] and report["digests_match"] is None
     assert report["versions"] == {"replica-a": 0} and report["rose"] is False
+    assert report["batches"][0]["mean_abs"] < 1e-5 < report["batches"][-1]["mean_abs"]
+    assert report["batches"][0]["ess"] > report["ess_least"]
     assert report["logprob_gap_most"] > 1e-4, "the servers' weights followed the trainer's, and nobody published"
 
 

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from weightplane.demo.config import DemoConfig
 from weightplane.demo.fleet import FleetError
+from weightplane.demo.grpo import token_logprobs
 from weightplane.demo.loop import RolloutRequest
 from weightplane.demo.sampling import Completion
-from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts
+from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts, VllmOutput
+from weightplane.parity.batch import BatchParity, batch_parity
 from weightplane.trainer_agent.publisher import Publisher
 from weightplane.trainer_agent.receipt import PublishReceipt
 
@@ -61,10 +63,13 @@ class Policy(nn.Module):
 class VllmFleet:
     """``loop.Fleet`` over real vLLM servers. Without ``publisher`` nothing is ever published (the control).
 
-    The log-probabilities are vLLM's. Every token's version is checked, as vLLM labels it.
+    The log-probabilities are vLLM's. Every token's version is checked, as vLLM labels it. ``policy``: the trainer's;
+    every batch is scored again by it as it comes, and ``batches`` says what each is worth.
     """
 
-    def __init__(self, urls: Mapping[str, str], publisher: Publisher | None) -> None:
+    def __init__(self, urls: Mapping[str, str], publisher: Publisher | None, policy: nn.Module | None = None) -> None:
+        self.batches: list[BatchParity] = []
+        self._policy = policy
         self.servers = {name: Rollouts(url) for name, url in urls.items()}
         self._publisher = publisher
         self._pool = ThreadPoolExecutor(_AT_ONCE * len(urls), thread_name_prefix="rollout")
@@ -73,12 +78,29 @@ class VllmFleet:
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
         """See ``loop.Fleet``: request i goes to server i modulo their number, equal prompts as one call."""
         names = list(self.servers)
-        jobs: list[list[Future[list[Completion]]]] = []
+        jobs: list[list[Future[list[VllmOutput]]]] = []
         for i, request in enumerate(requests):
             groups = [(prompt, len(list(same))) for prompt, same in groupby(request.prompts)]
             name = names[i % len(names)]
             jobs.append([self._pool.submit(self._ask, name, request, p, n, g) for g, (p, n) in enumerate(groups)])
-        return [[done for job in of_request for done in job.result()] for of_request in jobs]
+        answers = [[done for job in of_request for done in job.result()] for of_request in jobs]
+        if self._policy is not None:
+            self.batches.append(self._parity(self._policy, requests, answers))
+        return [[Completion(o.tokens, o.logprobs, [], o.finish == "length") for o in outs] for outs in answers]
+
+    def _parity(
+        self, policy: nn.Module, requests: Sequence[RolloutRequest], answers: Sequence[Sequence[VllmOutput]]
+    ) -> BatchParity:
+        """Of a batch whose prompts are of equal length, and whose completions are."""
+        outs = [out for outs in answers for out in outs]
+        recomputed: list[list[float]] = []
+        for request, of_request in zip(requests, answers, strict=True):
+            rows = [[*p, *o.tokens] for p, o in zip(request.prompts, of_request, strict=True)]
+            with torch.no_grad():
+                scores = token_logprobs(policy, torch.tensor(rows), request.temperature)
+            recomputed += scores[:, -request.max_new_tokens :].tolist()
+        version = self.receipts[-1].version if self.receipts else 0
+        return batch_parity([o.logprobs for o in outs], [o.spans for o in outs], recomputed, version)
 
     def publish(self, model: nn.Module, step: int) -> None:
         """See ``loop.Fleet``. The publisher's source reads ``model`` itself."""
@@ -105,7 +127,7 @@ class VllmFleet:
         """End the rollout threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, name: str, request: RolloutRequest, prompt: list[int], n: int, group: int) -> list[Completion]:
+    def _ask(self, name: str, request: RolloutRequest, prompt: list[int], n: int, group: int) -> list[VllmOutput]:
         want = self.receipts[-1].version if self.receipts else 0
         try:
             outputs = self.servers[name].generate(
@@ -120,4 +142,4 @@ class VllmFleet:
         for out in outputs:
             if {(s.known, s.version) for s in out.spans} != {(True, want)}:
                 raise FleetError(f"replica {name} answered with tokens of {out.spans}; version {want} is published")
-        return [Completion(o.tokens, o.logprobs, [], o.finish == "length") for o in outputs]
+        return outputs

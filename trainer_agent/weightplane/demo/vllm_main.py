@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from weightplane.demo.config import DemoConfig
 from weightplane.demo.fleet import FleetError
-from weightplane.demo.grpo import token_logprobs
 from weightplane.demo.loop import eval_requests
 from weightplane.demo.main import REPLICAS, DemoFailed, train, verdict
 from weightplane.demo.processes import Processes, ProcessFailed
@@ -51,10 +49,11 @@ def run_vllm_demo(
                 address, _GROUP, ModuleSource(model.inner), trainer_id="demo", transport=transport
             ) as publisher:
                 publisher.wait_for_replicas(len(REPLICAS), timeout=60)
-                fleet = VllmFleet(urls, publisher if sync else None)
+                fleet = VllmFleet(urls, publisher if sync else None, model)
                 result = train(config, fleet, model, console)
                 versions = fleet.versions()
-                gap = _gap(config, model, fleet)
+                fleet.generate(eval_requests(config, SortTask(config.symbols, config.length)))
+                gap = fleet.batches[-1].stats.mean_abs  # once more, at the last weights
                 fleet.close()
     except (ProcessFailed, FleetError, PublishError, TimeoutError) as error:
         raise DemoFailed(f"{type(error).__name__}: {error}") from error
@@ -72,25 +71,13 @@ def run_vllm_demo(
         engine="vllm",
         gap_last=gap if sync else None,
     )
+    worth = [{"ess": b.ess, "lag": b.lag.mean, "mean_abs": b.stats.mean_abs} for b in fleet.batches]
+    summary |= {"batches": worth, "ess_least": min(b.ess for b in fleet.batches)}
     write_report(report, summary)
     console.print(f"digests of every publish equal on both replicas: {match}; vLLM's own labels: {versions}")
     console.print(
-        f"log-probabilities, vLLM's against the trainer's: at most {summary['logprob_gap_most']:.1e} apart on average"
+        f"log-probabilities, vLLM's against the trainer's: at most {summary['logprob_gap_most']:.1e} apart on average; "
+        f"a batch's effective sample size is at least {summary['ess_least']:.6f} of it"
     )
     verdict(console, summary, report)
     return summary
-
-
-def _gap(config: DemoConfig, model: Policy, fleet: VllmFleet) -> float:
-    """The evaluation set once more: how far vLLM's log-probabilities are from the trainer's, at the last weights."""
-    requests = eval_requests(config, SortTask(config.symbols, config.length))
-    answers = fleet.generate(requests)
-    total, count = 0.0, 0
-    for request, answer in zip(requests, answers, strict=True):
-        rows = [[*p, *c.tokens] for p, c in zip(request.prompts, answer, strict=True)]
-        with torch.no_grad():
-            ours = token_logprobs(model, torch.tensor(rows), config.temperature)[:, -request.max_new_tokens :]
-        theirs = torch.tensor([c.logprobs for c in answer])
-        total += float((ours - theirs).abs().sum())
-        count += theirs.numel()
-    return total / count

@@ -7,11 +7,11 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts
+from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts, VllmOutput
 
 from .probe import ProbeError
 from .samples import Sample, Sampling
@@ -53,19 +53,28 @@ def _rescored(url: str, sample: Sample, timeout: float) -> list[float]:
         raise ProbeError(f"{base}/inference/v1/generate: no prompt_logprobs of each token ({e})") from e
 
 
-def ride(url: str, prompt: Sequence[int], tokens: int, *, sampling: Sampling, seed: int, timeout: float) -> Sample:
-    """One completion, whatever updates it meets: its spans say which version sampled which tokens. ``ProbeError``."""
+def ride(
+    url: str,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    sampling: Sampling,
+    seed: int = 0,
+    timeout: float = 120.0,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Sample:
+    """One completion of ``tokens`` tokens, whatever updates it meets: its spans say which version sampled which.
+
+    ``on_tokens``: called on this thread with how many there are, whenever some came: when to publish. ``ProbeError``.
+    """
+    options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
+    out: VllmOutput | None = None
     try:
-        (out,) = Rollouts(url, timeout=timeout).generate(
-            prompt,
-            max_tokens=tokens,
-            seed=seed,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
+        for out in Rollouts(url, timeout=timeout).stream(prompt, max_tokens=tokens, **options):
+            if on_tokens is not None:
+                on_tokens(len(out.tokens))
     except RolloutError as e:
         raise ProbeError(str(e)) from e
-    if not out.tokens or len(out.logprobs) != len(out.tokens):
-        raise ProbeError(f"{url}: {len(out.tokens)} tokens with {len(out.logprobs)} log-probabilities ({out.finish})")
+    if out is None or not out.tokens or len(out.logprobs) != len(out.tokens):
+        raise ProbeError(f"{url}: no completion with a log-probability of each token: {out}")
     return Sample(tuple(prompt), tuple(out.tokens), tuple(out.logprobs), sampling, out.spans, out.cached_tokens)
