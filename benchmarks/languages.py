@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from benchmarks._models import MODELS, model, model_bytes
 from benchmarks._process import MemberFailed, Process, tell_all
 from benchmarks.control_plane import SERVER, line, process
 from tests.clients.files import save
+from tests.clients.needs import with_nccl
 from weightplane.transports.dtypes import dtype_of
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +54,9 @@ def write(path: Path, name: str) -> None:
 
 def published(words: list[str]) -> dict[str, float]:
     """What a trainer says of its one update."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **with_nccl()}
+    )
     if done.returncode:
         raise MemberFailed(f"{words[0]} ended with {done.returncode}: {done.stdout[-500:]} {done.stderr[-2000:]}")
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -7,6 +7,7 @@ Without them a test is skipped, with the reason. ``WEIGHTPLANE_NEEDS_CLIENTS`` n
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -15,13 +16,21 @@ import pytest
 
 from tests.cli.fleet import ROOT
 
-__all__ = ["BUILT", "NODE", "PORTABLE", "PROGRAM", "missing", "need"]
+__all__ = ["BUILT", "NODE", "PORTABLE", "PROGRAM", "missing", "need", "with_nccl"]
 
 BUILT = ROOT / ".build-cpp"
 PROGRAM = Path(os.environ.get("WEIGHTPLANE_CPP_PROGRAM") or BUILT / "publish_checkpoint")
 #: The same without Debian's libraries: for a GPU host.
 PORTABLE = ROOT / ".build-cpp-portable" / "publish_checkpoint"
 NODE = ROOT / "clients" / "node"
+
+
+def with_nccl() -> dict[str, str]:
+    """For the environment of a C++ trainer: where torch's NCCL is, if that came as a package."""
+    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    folders = [str(Path(at) / "lib") for at in (spec.submodule_search_locations or ())] if spec else []
+    before = os.environ.get("LD_LIBRARY_PATH", "")
+    return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, [*folders, before]))} if folders else {}
 
 
 def missing(client: str) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from tests.cli.fleet import Launched
 from tests.clients.cpp_fleet import Fleet, digests_of, weights
-from tests.clients.needs import PORTABLE, PROGRAM
+from tests.clients.needs import PORTABLE, PROGRAM, with_nccl
 from tests.process.harness import eventually
 from weightplane.v1 import update_pb2
 
@@ -29,9 +29,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def fleet(launched: Launched) -> Fleet:
+def fleet(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     made = Fleet(launched)
     made.program = PORTABLE if PORTABLE.exists() else PROGRAM
+    for name, value in with_nccl().items():
+        monkeypatch.setenv(name, value)
     if not made.program.exists():
         pytest.skip("make clients-cpp-portable makes the program that is carried here")
     return made
@@ -68,7 +70,9 @@ def test_a_trainer_that_ends_in_mid_update_hurts_nobody(
     fleet: Fleet, tmp_path: Path, wire: str, card: int, number: int
 ) -> None:
     one, two = (weights(tmp_path / f"{v}.safetensors", v) for v in (1.0, 2.0))
-    fleet.replica("a", one, device=f"cuda:{card}", WEIGHTPLANE_FAILPOINTS=f"{wire}.receive.inside=block:6@20")
+    # A bucket of cuda_ipc is the whole model here, read in one go: the replica stands still before the second one.
+    point = "cuda_ipc.receive.before=block:6@2" if wire == "cuda_ipc" else "nccl.receive.inside=block:6@20"
+    fleet.replica("a", one, device=f"cuda:{card}", WEIGHTPLANE_FAILPOINTS=point)
     fleet.publish("--file", str(one), "--transport", wire)
     trainer = subprocess.Popen(fleet.command("--file", str(two), "--transport", wire), stdout=subprocess.PIPE)
     try:

@@ -5,8 +5,6 @@
 #include <map>
 #include <thread>
 
-#include "device_copy.hpp"
-#include "nccl.hpp"
 #include "weightplane/collective.hpp"
 
 namespace {
@@ -16,18 +14,9 @@ using weightplane::Bucket;
 using weightplane::kFenceBytes;
 using Piece = Nccl::Piece;
 
-constexpr int kIds = 4; // channels of one kind that can be bound together; each has a thread of NCCL's till it is used
-constexpr std::size_t kInFlight = 4;                    // buckets queued and not complete
+constexpr std::size_t kInFlight = 4; // buckets queued and not complete
 constexpr auto kShort = std::chrono::microseconds(50), kLong = std::chrono::microseconds(1000);
 constexpr auto kSpin = std::chrono::milliseconds(100), kAsk = std::chrono::milliseconds(50);
-
-// A library's and a card's, for as long as the program runs.
-struct Card {
-    Card(int device, const Safetensors &source) : cuda(device), copy(cuda, source) {}
-    Cuda cuda;
-    Nccl nccl;
-    DeviceCopy copy;
-};
 
 // Memory, streams and events of one channel. All is given back when nothing of it runs any more.
 class Scratch {
@@ -314,43 +303,8 @@ private:
     std::unique_ptr<Nccl::Communicator> communicator_;
 };
 
-class NcclTransport : public Transport {
-public:
-    NcclTransport(int device, const Safetensors &source) : device_(device), source_(source) {}
-
-    std::string name() const override { return "nccl"; }
-
-    v1::Rendezvous offer() override {
-        if (!card_)
-            card_ = std::make_unique<Card>(device_, source_);
-        card_->cuda.make_current();
-        while (ids_.size() < kIds) // each serves one channel, and this program opens each of its channels once
-            ids_.push_back(card_->nccl.mint());
-        v1::Rendezvous out;
-        out.set_transport(name());
-        out.set_collective(true);
-        out.mutable_nccl()->set_device_uuid(card_->cuda.uuid());
-        out.mutable_nccl()->set_version(card_->nccl.version());
-        for (const auto &id : ids_)
-            out.mutable_nccl()->add_unique_ids(id);
-        return out;
-    }
-
-    std::string device_uuid() const override { return card_ ? card_->cuda.uuid() : ""; }
-
-    std::unique_ptr<Sender> sender(const Shipment &shipment) override {
-        return std::make_unique<NcclSender>(shipment, *card_);
-    }
-
-private:
-    const int device_;
-    const Safetensors &source_;
-    std::unique_ptr<Card> card_;
-    std::vector<std::string> ids_;
-};
-
 } // namespace
 
-std::unique_ptr<Transport> nccl(int device, const Safetensors &source) {
-    return std::make_unique<NcclTransport>(device, source);
+std::unique_ptr<Sender> nccl_sender(const Shipment &shipment, const Card &card) {
+    return std::make_unique<NcclSender>(shipment, card);
 }

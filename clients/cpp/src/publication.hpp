@@ -42,7 +42,13 @@ public:
     const std::string &update_id() const { return token_.update_id; }
 
 private:
-    template <class Request> Request request() const;
+    template <class Request> Request request() const {
+        Request out;
+        out.set_request_id(random_id());
+        out.set_group(options_.group);
+        out.set_generation(token_.generation);
+        return out;
+    }
     void init();
     void announce();
     void start();

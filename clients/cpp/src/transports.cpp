@@ -6,7 +6,7 @@
 
 #include "cuda_ipc.hpp"
 #include "grpc_sender.hpp"
-#include "nccl_sender.hpp"
+#include "nccl_transport.hpp"
 #include "shm_segment.hpp"
 #include "shm_sender.hpp"
 
