@@ -48,7 +48,9 @@ REFUSED_ENDS = [(p, e) for e, where in ENDS.items() for p in PLACES if p not in 
 #: Agents cancel what they drop, so that these ends are rare: shown here, whatever the simulator meets.
 LATE_ENDS = [("DROPPING", e) for e in ("Checked", "Armed", "Received", "Prepared")]
 NO_UPDATE = [("IDLE", "Failed")]
-DIRECT = {("replica", *pair) for pair in (*REFUSED_ENDS, *LATE_ENDS, *NO_UPDATE)}
+#: Rare: the end of an operator's pause has to come in the moment of a drop.
+PAUSE_ENDS = [("DROPPING", "Resumed")]
+DIRECT = {("replica", *pair) for pair in (*REFUSED_ENDS, *LATE_ENDS, *NO_UPDATE, *PAUSE_ENDS)}
 
 
 def end_of(name: str, update_id: str) -> Any:
@@ -79,6 +81,14 @@ def test_the_end_of_an_operation_of_another_update_changes_nothing(place: str, e
     before = agent.s
     assert agent.do(end_of(event, "another")) == []
     assert agent.s is before
+
+
+def test_a_pause_that_ends_while_dropping_is_reported_and_the_drop_goes_on() -> None:
+    agent = Agent().to("DROPPING")
+    before = agent.s.taking
+    agent.s = replace(agent.s, resuming=agent.s.resuming | {"operator"})
+    assert agent.do(replica.Resumed("operator")) == ["SendReport"]
+    assert agent.s.taking is before and "operator" not in agent.s.resuming
 
 
 @pytest.mark.parametrize(("place", "event"), LATE_ENDS)

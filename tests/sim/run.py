@@ -266,7 +266,8 @@ class Run:
         end = w.now + 20.0
         while w.now < end:
             assert w.leader is not None
-            asleep = [r.replica_id for r in w.leader.state.replicas.values() if "weights" in r.asleep or not tags]
+            known = sorted(w.leader.state.replicas.items())
+            asleep = [rid for rid, r in known if "weights" in r.asleep or not tags]
             asleep = [rid for rid in asleep if w.leader.state.replicas[rid].asleep]
             if not asleep:
                 return

@@ -230,7 +230,7 @@ def restarted(stored: GroupState, frozen: Update | None, epoch: int, now: float)
         t = replace(t, ranks={}, waiters=(), channels=(), choices=(), placements={}, durable=True)
     known = (*history.values(), *((flipping,) if flipping is not None else ()))
     requests = {u.request_id: u.update_id for u in known if u.request_id}
-    absent = {rid: Replica(rid) for rid in stored.roster}
+    absent = {rid: Replica(rid) for rid in sorted(stored.roster)}
     replicas = {rid: replace(r, lost_at=now) for rid, r in {**absent, **stored.replicas}.items()}
     state = replace(
         stored,

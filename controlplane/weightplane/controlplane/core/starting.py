@@ -183,7 +183,7 @@ def _eligible(tx: Tx, o: Options) -> tuple[list[Replica], list[tuple[str, str]]]
     s = tx.state
     chosen: list[Replica] = []
     absent: list[tuple[str, str]] = [
-        (rid, "it has not come back since the restart") for rid in s.roster if rid not in s.replicas
+        (rid, "it has not come back since the restart") for rid in sorted(s.roster) if rid not in s.replicas
     ]
     lost = negotiate.out_of_reach(s.trainer.choices) if s.trainer is not None else {}
     for rid in sorted(s.replicas):

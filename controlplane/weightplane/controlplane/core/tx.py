@@ -110,6 +110,6 @@ class Tx:
         if self.state is not before:
             self.set(revision=before.revision + 1)
         if self._pushed:
-            self.effects.append(Push(tuple(self._pushed)))
+            self.effects.append(Push(tuple(sorted(self._pushed))))  # callers give sets: their order is a process's own
         self.effects.extend(PushTrainers(u) for u in self._trainers)
         return self.state, self.effects, "; ".join(self.reasons) or "nothing to do"
