@@ -85,6 +85,11 @@ def test_what_an_engine_does_not_tell_is_unknown_and_not_good() -> None:
     assert {c.status for c in audit(EngineSettings(), Declared())} == {"Unknown"}
 
 
+def test_defaults_that_leave_the_distribution_as_it_is_are_neutral() -> None:
+    same = {"max_new_tokens": 9, "temperature": 1, "top_k": -1, "top_p": 1.0, "repetition_penalty": 1}
+    assert {c.status for c in audit(replace(GOOD, sampling_defaults=same), DECLARED)} == {"True"}
+
+
 def test_a_cache_that_updates_keep_is_named_beside_the_policy() -> None:
     wrong = [c for c in audit(replace(GOOD, cache_policy="keep"), DECLARED) if c.status == "False"]
     assert [(c.type, c.reason) for c in wrong] == [

@@ -20,7 +20,7 @@ from .fleet import Fleet, tensors_of
 from .servers import TELLING, VllmServer
 
 GROUP = "parity"
-RIDE = 400  # tokens of a request that an update is to meet
+RIDE = 600  # tokens of a request that an update is to meet
 OPTIONS = {
     **TELLING,
     "--logprobs-mode": "processed_logprobs",

@@ -213,6 +213,8 @@ def test_every_plant_is_larger_than_noise(rows: list[Row]) -> None:
         assert row.healthy <= BOUNDS.mean_abs
         assert row.plant == "nan" or row.found.before > 100 * row.healthy, row
         assert row.plant == "nan" or row.found.separation > 10, row
+        # Explained to the last bit, but for a head whose rounding two kernels do not share.
+        assert row.plant in ("nan", "head16") or row.found.left <= BOUNDS.mean_abs, row
 
 
 def test_the_table_of_the_docs_has_every_plant() -> None:
