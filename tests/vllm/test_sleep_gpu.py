@@ -1,4 +1,8 @@
-"""What a sleep really does on a GPU. Not run yet: written where no card with a vLLM was at hand (2026-11-28)."""
+"""What a sleep really does on a GPU. Nobody else may use the card meanwhile: its whole memory is looked at.
+
+Run with vLLM 0.26.0 on one H200, 2026-11-29: level 1 and what it kept passed; level 2 passed but for its last look at
+the card's memory, which another test used at that time.
+"""
 
 from __future__ import annotations
 
