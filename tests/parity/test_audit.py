@@ -228,6 +228,11 @@ def test_a_server_without_its_development_endpoints_says_what_to_do(recorded: tu
     assert refused.value.reachable
 
 
+def test_a_release_that_labels_no_weights_is_of_unknown_version(recorded: tuple[str, dict[str, Any]]) -> None:
+    del recorded[1]["/weight_info"]
+    assert read_server(recorded[0]).weight_version is None
+
+
 def test_the_command_ends_as_the_other_commands_do(recorded: tuple[str, dict[str, Any]]) -> None:
     url = recorded[0]
     done = CliRunner().invoke(app, ["parity", "audit", "--url", url, "--json"])

@@ -53,7 +53,12 @@ def read_server(url: str, *, timeout: float = 30.0) -> EngineSettings:
     environment = info.get("vllm_env")
     found = read_config(config, environment if isinstance(environment, dict) else None)
     version = _get(base, "/version", timeout).get("version")
-    label = _get(base, "/weight_info", timeout).get("weight_version")
+    try:
+        label = _get(base, "/weight_info", timeout).get("weight_version")
+    except EngineUnreadable as e:
+        if not e.reachable:
+            raise
+        label = None  # an older release that labels no weights
     return replace(
         found,
         engine_version=str(version) if version else None,
