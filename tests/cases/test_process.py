@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -282,7 +283,8 @@ print(trainer(takeover=True).publish(2).ready)
 
 
 _NO_THREADS = """
-import resource
+import faulthandler, resource
+faulthandler.enable()
 publisher = trainer(init_timeout=5, heartbeat="stream")
 os.setgid(65534)
 os.setuid(65534)
@@ -295,7 +297,11 @@ publisher.publish(1)
 def test_P32_at_the_kernels_own_limit_a_client_ends_and_says_why() -> None:
     """As another user who may have one process; gRPC gives up its own threads by ending the process."""
     with site("r0") as f, script(_NO_THREADS, f.address, "shm") as process:
-        _, err = process.communicate(timeout=100)
+        try:
+            _, err = process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # faulthandler says where every thread stands
+            raise AssertionError(f"it does not end: {process.communicate()[1]}") from None
         assert process.returncode != 0 and ("pthread_create" in err or "new thread" in err), err
         f.idle("nothing is open")
 

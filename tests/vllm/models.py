@@ -18,10 +18,10 @@ COLLECT = gc.collect
 #: Of two processes that run tests side by side each has a core for its engines.
 CORE = "1" if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else "0"
 _HAS_CARD = Path("/dev/nvidiactl").exists()
-#: What every engine of these tests is made with on a GPU: attention in Triton, a share of the card, memory that sleeps.
-CARD: dict[str, Any] = (
-    {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.15, "enable_sleep_mode": True} if _HAS_CARD else {}
-)
+#: What every engine of these tests is made with on a GPU: attention in Triton, a share of the card.
+CARD: dict[str, Any] = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.15} if _HAS_CARD else {}
+#: And those that take weights: memory that sleeps, which one engine of a process may have there.
+REPLICA: dict[str, Any] = {**CARD, "enable_sleep_mode": True} if _HAS_CARD else {}
 _ON_A_CARD = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .fresh import LONGEST, OVERRIDES
-from .models import CARD, CORE, ENVIRONMENT, PROMPTS, TOKENS, dtype_of
+from .models import CORE, ENVIRONMENT, PROMPTS, REPLICA, TOKENS, dtype_of
 
 START_S = 240.0
 
@@ -92,7 +92,7 @@ class VllmServer:
             "--host": "127.0.0.1",
             "--port": str(self.port),
             "--weight-transfer-config": json.dumps({"backend": "weightplane"}),
-            **{f"--{k.replace('_', '-')}": "" if v is True else str(v) for k, v in CARD.items()},
+            **{f"--{k.replace('_', '-')}": "" if v is True else str(v) for k, v in REPLICA.items()},
             **self.options,
         }
         # Its processes spin while requests run: without a core left over they would keep the publish waiting.

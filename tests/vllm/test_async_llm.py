@@ -15,7 +15,7 @@ from tests.inference_agent.server import Server, eventually
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.trainer_agent import Publisher, SafetensorsSource
 
-from .models import CARD, CORE, ENVIRONMENT, PROMPTS, TOKENS
+from .models import CORE, ENVIRONMENT, PROMPTS, REPLICA, TOKENS
 from .orders import ASLEEP, Orders
 
 Golden = dict[str, list[list[int]]]
@@ -52,7 +52,7 @@ class Program:
                 skip_tokenizer_init=True,
                 kv_cache_memory_bytes=64 << 20,
                 weight_transfer_config={"backend": "weightplane"},
-                **CARD,
+                **REPLICA,
             )
         )
 

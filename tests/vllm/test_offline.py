@@ -14,7 +14,7 @@ from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.trainer_agent import Publisher, SafetensorsSource, StateDictSource, UpdateFailed
 
 from .fleet import tensors_of
-from .models import CARD, CORE, ENVIRONMENT, PROMPTS, TOKENS, dtype_of
+from .models import CORE, ENVIRONMENT, PROMPTS, REPLICA, TOKENS, dtype_of
 from .orders import ASLEEP, Orders
 
 Golden = dict[str, list[list[int]]]
@@ -39,7 +39,7 @@ class Program:
             kv_cache_memory_bytes=64 << 20,
             weight_transfer_config={"backend": "weightplane"},
             dtype=dtype_of(model),
-            **{**CARD, **options},
+            **{**REPLICA, **options},
         )
         self.first, self.other = (n if "TA16" not in str(model) else f"T{n}16" for n in "AB")
         self.plane, self.group, self.step = plane, group, 0

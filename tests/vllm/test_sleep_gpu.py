@@ -1,7 +1,7 @@
 """What a sleep really does on a GPU. Nobody else may use the card meanwhile: its whole memory is looked at.
 
-Run with vLLM 0.26.0 on one H200, 2026-11-29: level 1 and what it kept passed; level 2 passed but for its last look at
-the card's memory, which another test used at that time.
+Run with vLLM 0.26.0 on one H200, 2026-11-29: level 1 and what it kept passed, twice; level 2 passed but for its last
+look at the card's memory, from which the goldens' process was just then going (waited for since; not run again).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from tests.inference_agent.server import Server
 
-from .models import ENVIRONMENT, PROMPTS
+from .models import ENVIRONMENT, PROMPTS, Goldens
 from .orders import Orders
 from .test_offline import Program
 
@@ -22,11 +22,13 @@ Golden = dict[str, list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def program(golden: object, folders: dict[str, Path], plane: Server) -> Iterator[Program]:
+def program(golden: Goldens, folders: dict[str, Path], plane: Server) -> Iterator[Program]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        made = Program(folders["A"], plane, "sleep-gpu", enable_sleep_mode=True)
+        assert golden["A"]
+        golden.close()  # their process is gone, and its memory with it
+        made = Program(folders["A"], plane, "sleep-gpu")
         yield made
         made.close()
 
