@@ -1,4 +1,7 @@
-"""The C++ trainer on real GPUs. ``make clients-cpp-portable`` makes the program that is carried to a host with them."""
+"""The C++ trainer on real GPUs. ``make clients-cpp-portable`` makes the program that is carried to a host with them.
+
+Run on one H200, 2026-11-29: the four that need one card passed. Those on two cards were not run.
+"""
 
 from __future__ import annotations
 
