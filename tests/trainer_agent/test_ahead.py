@@ -81,6 +81,18 @@ def test_a_model_that_does_not_fit_is_the_next_updates_to_refuse(f: Fleet, caplo
     assert f.state().committed.version == 1
 
 
+def test_it_binds_on_the_gpu_that_the_trainer_uses(f: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's own current device is GPU 0."""
+    publisher = f.publisher(model(2), heartbeat="helper")
+    publisher.publish(1)
+    current: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda n: current.append((threading.current_thread().name, n)))
+    publisher._hold.device = 3
+    f.replica("late", TorchModuleEngine(model(3)))
+    eventually(lambda: bound(f) == {"r0", "late"}, what="it is bound")
+    assert current == [("weightplane-bind-ahead", 3)]
+
+
 def test_a_publish_that_begins_meanwhile_waits_for_it_and_commits(f: Fleet) -> None:
     publisher = f.publisher(model(2), heartbeat="helper")
     publisher.publish(1)

@@ -9,6 +9,8 @@ import logging
 import threading
 import time
 
+import torch
+
 from weightplane.transports import registry
 from weightplane.transports.base import TransportError
 from weightplane.v1 import agent_pb2
@@ -65,6 +67,8 @@ class BindAhead:
 
     def _bind(self) -> None:
         hold = self._hold
+        if hold.device is not None:
+            torch.cuda.set_device(hold.device)  # this thread's: it is told to the coordinator, and channels open on it
         try:
             answer = hold.bind(time.monotonic() + _BIND_S, self._stop)
             for c in answer.channels:

@@ -87,6 +87,7 @@ class Hold:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[Piece, ...]] = OrderedDict()  # manifests told of, and our placement
         self._device_kind = "cpu"
+        self.device: int | None = None  # the trainer's GPU, as its thread had it when it took the hold
         self.offers: list[transport_pb2.Rendezvous] = []  # as InitTransfer said last
 
     @property
@@ -112,6 +113,10 @@ class Hold:
         """Ask for the hold, or bind again under it. Returns when every rank has called."""
         self.check()
         self._device_kind = device_kind
+        if device_kind == "cuda":
+            import torch
+
+            self.device = torch.cuda.current_device()
         try:
             self.bind(deadline, Stop())
             self.questions.policy()  # remembered for a failure after which nobody answers
