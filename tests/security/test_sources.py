@@ -18,6 +18,7 @@ LOADS = {("torch", "load"), ("np", "load"), ("numpy", "load")}
 IMPORTERS = {
     "inference_agent/weightplane/inference_agent/serve.py": "the user's, on the command line: --engine module:factory",
     "inference_agent/weightplane/inference_agent/vllm_plugin/compat.py": "vLLM's own modules, by constants",
+    "trainer_agent/weightplane/parity/running.py": "the user's, on the command line: --scorer module:function",
     "transports/weightplane/transports/conformance/peer.py": "the test's, through a pipe of its own",
     "transports/weightplane/transports/ucx_agent.py": "NIXL's own modules, by constants",
 }
