@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from .models import Goldens, make_model
 from .servers import TELLING, VllmServer
 
 HERE = Path(__file__).parent
+runpy.run_path(str(HERE / "startup" / "sitecustomize.py"))  # engines are also forked from this process, or run in it
 
 
 #: What takes longest goes first where two processes share the files, but those with two servers not at once. The two

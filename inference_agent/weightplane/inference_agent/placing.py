@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from weightplane.controlplane.core.manifest import Manifest
 
 from .caches import Newest
-from .engines.base import Description, Engine
+from .engines.base import Description, Engine, EngineError
 from .faults import Refusal
 from .rpc import Abandoned, AgentCalls, CallFailed
 
@@ -118,6 +118,6 @@ class Placing:
         except Abandoned:
             return
         except Exception as e:
-            known = isinstance(e, Refusal | CallFailed)
+            known = isinstance(e, Refusal | CallFailed | EngineError)
             text = "replica %s: an update of manifest %s may be refused: %s"
             log.info(text, self._replica_id, manifest_id, e, exc_info=None if known else e)

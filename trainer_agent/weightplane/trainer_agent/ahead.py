@@ -1,6 +1,7 @@
 """A trainer that is idle binds to replicas as they come, so that the next publish is spared it.
 
-For one rank: several bind together, in each publish. What fails here fails again, by name, in the publish.
+For one rank: several bind together, in each publish. What fails here fails again, by name, in the publish. Channels are
+opened by the publish that needs them: memory is taken when it is asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import time
 
 import torch
 
-from weightplane.transports import registry
-from weightplane.transports.base import TransportError
 from weightplane.v1 import agent_pb2
 
 from .errors import PublisherClosed, RpcRefused, Unanswered
@@ -68,13 +67,10 @@ class BindAhead:
     def _bind(self) -> None:
         hold = self._hold
         if hold.device is not None:
-            torch.cuda.set_device(hold.device)  # this thread's: it is told to the coordinator, and channels open on it
+            torch.cuda.set_device(hold.device)  # this thread's, which is told to the coordinator
         try:
-            answer = hold.bind(time.monotonic() + _BIND_S, self._stop)
-            for c in answer.channels:
-                if not registry.get(c.transport).capabilities.collective:  # those open when all their members do
-                    hold.pool.open(c.channel_id)
-        except (RpcRefused, Unanswered, TransportError, PublisherClosed) as e:
+            hold.bind(time.monotonic() + _BIND_S, self._stop)
+        except (RpcRefused, Unanswered, PublisherClosed) as e:
             log.info("group %s: not bound ahead of the next publish: %s", hold.group, e)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -30,6 +31,7 @@ class Client:
         self.transfer: Any = weight_transfer_pb2_grpc.WeightTransferServiceStub(self._channel)
         self.fleet: Any = fleet_pb2_grpc.FleetServiceStub(self._channel)
         self.agent: Any = agent_pb2_grpc.AgentServiceStub(self._channel)
+        self.following = False  # a stream is open: its thread takes the answers to calls as well
 
     def call(self, method: str, request: Any, deadline: float, stop: Stop | None = None) -> Any:
         """One logical call of WeightTransferService (or FleetService), tried again on UNAVAILABLE until ``deadline``.
@@ -41,6 +43,8 @@ class Client:
 
     def begin(self, method: str, request: Any, deadline: float, stop: Stop | None = None) -> Pending:
         """The same, on its way while the caller does something else; then ``wait``."""
+        if not self.following:
+            _start_a_thread()
         stub = getattr(self.transfer, method, None) or getattr(self.fleet, method)
         return Pending(method, stub, request, deadline, stop or Stop(), self.dial.metadata)
 
@@ -54,6 +58,14 @@ class Client:
     def close(self) -> None:
         """Close the connection; open calls end as cancelled."""
         self._channel.close()
+
+
+def _start_a_thread() -> None:
+    """``RuntimeError`` where no thread can be had, before gRPC finds out: it begins a call first, then the thread that
+    takes the answer, and without that it waits for the call for ever once the channel is collected."""
+    thread = threading.Thread(target=int, name="weightplane-probe", daemon=True)
+    thread.start()
+    thread.join()
 
 
 class Pending:

@@ -106,12 +106,15 @@ class Watch:
         while not self._closed.is_set():
             try:
                 for message in self._open():
+                    self._client.following = True
                     pause = _BACKOFF_S[0]
                     self._take(message)
                     if self.latest.over is not None:
                         return
                 text = "the stream ended"
+                self._client.following = False
             except grpc.RpcError as e:
+                self._client.following = False
                 found = error_from_rpc("watch", e)
                 text = str(found)
                 if isinstance(found, RpcRefused) and found.failure.reason in _OVER:
