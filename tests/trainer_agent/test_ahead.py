@@ -34,7 +34,9 @@ def f() -> Iterator[Fleet]:
 
 
 def bound(f: Fleet) -> set[str]:
-    """The replicas that the trainer's channels reach."""
+    """The replicas that the trainer's channels reach; nobody while it binds."""
+    if any(t.name == "weightplane-bind-ahead" for t in threading.enumerate()):
+        return set()
     trainer = f.state().trainer
     return {name for c in trainer.channels for name, _ in c.replicas} if trainer is not None else set()
 

@@ -1,7 +1,7 @@
 """A worker whose linear layers keep their weights plain on CPU, as on a GPU, and defects planted in it.
 
-vLLM packs them with oneDNN where it can: ``worker_extension_cls="tests.vllm.plain.Plain"`` says that it cannot, before
-the model is loaded, where ``SWITCH`` is set. ``python -m tests.vllm.plain NAME=FOLDER …``: what a fresh one generates.
+vLLM packs them with oneDNN, or for AMX, where it can: ``worker_extension_cls="tests.vllm.plain.Plain"`` says that it
+cannot, before the model is loaded, where ``SWITCH`` is set. ``python -m tests.vllm.plain NAME=FOLDER …``: what a fresh one generates.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm._custom_ops as custom_ops
+import vllm.model_executor.layers.utils as utils
 
 from .models import ENVIRONMENT, _generate
 from .planted import Planted
@@ -22,6 +23,7 @@ from .planted import Planted
 SWITCH = "WEIGHTPLANE_TEST_PLAIN"
 if os.environ.get(SWITCH):
     custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False  # another packing, where there is AMX
 
 
 class Plain(Planted):
