@@ -1,7 +1,8 @@
 """A worker whose linear layers keep their weights plain on CPU, as on a GPU, and defects planted in it.
 
 vLLM packs them with oneDNN, or for AMX, where it can: ``worker_extension_cls="tests.vllm.plain.Plain"`` says that it
-cannot, before the model is loaded, where ``SWITCH`` is set. ``python -m tests.vllm.plain NAME=FOLDER …``: what a fresh one generates.
+cannot, before the model is loaded, where ``SWITCH`` is set. ``python -m tests.vllm.plain NAME=FOLDER …``: what a fresh
+one generates.
 """
 
 from __future__ import annotations
