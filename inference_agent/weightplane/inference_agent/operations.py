@@ -138,7 +138,7 @@ class Operations:
     def look_ahead(self, manifest_id: str, epoch: int) -> None:
         """Nothing is under way: what the next update of this manifest will ask for is said now."""
         self._epoch = epoch
-        if self._placing.is_new(manifest_id):
+        if self._placing.claim(manifest_id):
             self._work.submit(lambda: self._look_ahead(manifest_id))
 
     def _look_ahead(self, manifest_id: str) -> None:

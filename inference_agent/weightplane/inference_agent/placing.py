@@ -1,6 +1,6 @@
 """What a replica holds of a manifest: asked of its engine, told to the coordinator, once each; also ahead of updates.
 
-Runs on the work thread of the replica's operations, but for ``is_new`` and ``forget``.
+Runs on the work thread of the replica's operations, but for ``claim`` and ``forget``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Placing:
         self._placed.clear()
         self._ahead = ""
 
-    def is_new(self, manifest_id: str) -> bool:
-        """Whether nobody asked for ``ahead`` of it in this session; somebody has, then."""
+    def claim(self, manifest_id: str) -> bool:
+        """Take on saying this one ahead: False if that was done in this session, or there is none."""
         new = bool(manifest_id) and manifest_id != self._ahead
         self._ahead = manifest_id or self._ahead
         return new

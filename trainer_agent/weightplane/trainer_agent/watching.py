@@ -112,14 +112,14 @@ class Watch:
                     if self.latest.over is not None:
                         return
                 text = "the stream ended"
-                self._client.following = False
             except grpc.RpcError as e:
-                self._client.following = False
                 found = error_from_rpc("watch", e)
                 text = str(found)
                 if isinstance(found, RpcRefused) and found.failure.reason in _OVER:
                     self._tell(Notice(self.latest.update, found.failure))
                     return
+            finally:
+                self._client.following = False
             if self._closed.wait(pause * random.uniform(0.5, 1.5)):
                 return
             log.info("group %s: watching again after: %s", self._group, text)
