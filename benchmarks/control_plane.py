@@ -3,7 +3,8 @@
 Server, agents and trainer are three processes on this machine, through core and SQLite store; each agent has two TCP
 connections of its own (session, heartbeats). **Start barrier**: StartUpdate's call to its return, every replica having
 joined. **Empty publish**: StartUpdate's call to FinishUpdate's return, no tensors, every replica READY. **Heartbeats**:
-CPU of the server's process while each agent beats once a second. The limits are those the design promises on 2 cores.
+CPU of the server's process while each agent beats once a second. Each stands beside the design's bound for 2 cores and
+beside gRPC alone in the same run (``_bare_plane.py``: the same messages between the same processes, nothing decided).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from weightplane.v1 import weight_transfer_pb2_grpc as wt_grpc
 HERE = Path(__file__).resolve().parent
 SERVER = str(HERE / "_server.py")
 BARRIER_S, PUBLISH_S, BEATS_CORES = 0.30, 0.015, 0.30
+FEW = 8  # agents, of the empty publish
 
 
 @contextmanager
@@ -125,56 +128,77 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(report: Report, folder: Path, kind: str, agents: int, samples: int, patience: float) -> None:
-    """All cases, plaintext or mTLS."""
+@dataclass
+class Samples:
+    """Seconds of start barriers and of empty publishes; cores that the server keeps busy for heartbeats."""
+
+    barrier: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    publish: list[float] = field(default_factory=list)
+
+
+async def measure(
+    found: Samples, server: list[str], tls: list[str], agents: int, samples: int, patience: float
+) -> None:
+    """A server of its own, with as many agents: barriers and heartbeats, or publishes if there are only a few."""
+    with process(*server) as plane:
+        address = line(plane)
+        with process(str(HERE / "control_plane_agents.py"), address, str(agents), *tls) as fleet:
+            line(fleet)
+            trainer = Trainer(address, tls)
+            await trainer.init()
+            holding = asyncio.create_task(trainer.hold())
+            rounds = Rounds(samples, WARM_UPS, [plane.pid, fleet.pid], patience)
+            if agents > FEW:
+                await barriers(found, trainer, rounds, agents)
+                await heartbeats(found, fleet, plane.pid, samples)
+            else:
+                for counts in rounds:  # ten a round: one is shorter than a tick of the clock that sees the load
+                    took = [await trainer.publish() for _ in range(10)]
+                    found.publish.extend(took if counts and not rounds.spoilt() else [])
+            holding.cancel()
+            await trainer.channel.close()
+
+
+async def barriers(found: Samples, trainer: Trainer, rounds: Rounds, agents: int) -> None:
+    """StartUpdate, aborted each time."""
+    for counts in rounds:
+        began = time.perf_counter()
+        started = await trainer.start()
+        took = time.perf_counter() - began
+        assert len(started.participants) == agents
+        found.barrier.extend([took] if counts and not rounds.spoilt() else [])
+        await trainer.abort()
+
+
+async def heartbeats(found: Samples, fleet: subprocess.Popen[str], pid: int, samples: int) -> None:
+    """The server's CPU while every agent beats."""
     seconds = 1.0 if samples < SAMPLES else 2.0
+    tell(fleet, "beat")
+    await asyncio.sleep(2)
+    for _ in range(samples):
+        before, began = cpu_s(pid), time.perf_counter()
+        await asyncio.sleep(seconds)
+        found.busy.append((cpu_s(pid) - before) / (time.perf_counter() - began))
+
+
+async def compare(report: Report, folder: Path, kind: str, agents: int, samples: int, patience: float) -> None:
+    """All cases, plaintext or mTLS: first gRPC alone, then the control plane."""
     server_tls, client_tls = certificates(folder) if kind == "mTLS" else ([], [])
-    with process(SERVER, str(folder / f"{kind}.db"), *server_tls) as server:
-        address = line(server)
-        with process(str(HERE / "control_plane_agents.py"), address, str(agents), *client_tls) as fleet:
-            print(f"{kind}: {line(fleet)}")
-            trainer = Trainer(address, client_tls)
-            await trainer.init()
-            holding = asyncio.create_task(trainer.hold())
-            pids = [server.pid, fleet.pid]
-            barrier: list[float] = []
-            rounds = Rounds(samples, WARM_UPS, pids, patience)
-            for counts in rounds:
-                began = time.perf_counter()
-                started = await trainer.start()
-                took = time.perf_counter() - began
-                assert len(started.participants) == agents
-                barrier.extend([took] if counts and not rounds.spoilt() else [])
-                await trainer.abort()
-            case = f"start barrier, {agents} agents, {kind}"
-            report.add(Result.of(case, "s", barrier, BARRIER_S, less_is_better=True))
-            tell(fleet, "beat")
-            await asyncio.sleep(2)
-            busy = []
-            for _ in range(samples):
-                before, began = cpu_s(server.pid), time.perf_counter()
-                await asyncio.sleep(seconds)
-                busy.append((cpu_s(server.pid) - before) / (time.perf_counter() - began))
-            case = f"heartbeats of {agents} agents, {kind}"
-            report.add(Result.of(case, "cores", busy, BEATS_CORES, less_is_better=True))
-            holding.cancel()
-            await trainer.channel.close()
-    with process(SERVER, str(folder / f"{kind}-8.db"), *server_tls) as server:
-        address = line(server)
-        with process(str(HERE / "control_plane_agents.py"), address, "8", *client_tls) as fleet:
-            print(f"{kind}: {line(fleet)}")
-            trainer = Trainer(address, client_tls)
-            await trainer.init()
-            holding = asyncio.create_task(trainer.hold())
-            publish: list[float] = []
-            rounds = Rounds(samples, WARM_UPS, [server.pid, fleet.pid], patience)
-            for counts in rounds:  # ten publishes a round: one is shorter than a tick of the clock that sees the load
-                took_each = [await trainer.publish() for _ in range(10)]
-                publish.extend(took_each if counts and not rounds.spoilt() else [])
-            case = f"empty publish to 8 replicas, {kind}"
-            report.add(Result.of(case, "s", publish, PUBLISH_S, less_is_better=True))
-            holding.cancel()
-            await trainer.channel.close()
+    bare, ours = Samples(), Samples()
+    for n in (agents, FEW):
+        await measure(bare, [str(HERE / "_bare_plane.py"), *server_tls], client_tls, n, samples, patience)
+        store = str(folder / f"{kind}-{n}.db")
+        await measure(ours, [SERVER, store, *server_tls], client_tls, n, samples, patience)
+    for case, unit, of_bare, of_ours, bound in (
+        (f"start barrier, {agents} agents, {kind}", "s", bare.barrier, ours.barrier, BARRIER_S),
+        (f"heartbeats of {agents} agents, {kind}", "cores", bare.busy, ours.busy, BEATS_CORES),
+        (f"empty publish to {FEW} replicas, {kind}", "s", bare.publish, ours.publish, PUBLISH_S),
+    ):
+        alone = report.add(Result.of(f"{case}, gRPC alone", unit, of_bare))
+        report.add(Result.of(case, unit, of_ours, bound, less_is_better=True, limit_name="the design's bound"))
+        beside = f"{case}, beside gRPC alone"
+        report.add(Result.of(beside, unit, of_ours, alone.value, less_is_better=True, limit_name="gRPC alone"))
 
 
 def certificates(folder: Path) -> tuple[list[str], list[str]]:
@@ -196,7 +220,7 @@ def main() -> None:
     report = Report("control_plane", asked.json)
     with tempfile.TemporaryDirectory(prefix="weightplane-bench-") as folder:
         for kind in ("plaintext", "mTLS"):
-            asyncio.run(measure(report, Path(folder), kind, asked.agents, samples, asked.patience))
+            asyncio.run(compare(report, Path(folder), kind, asked.agents, samples, asked.patience))
     report.write()
 
 

@@ -44,7 +44,7 @@ __all__ = ["Attempt"]
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 0.5  # after the deadline, all last questions together may take this long: a publish ends within a second
+_GRACE_S = 0.8  # after the deadline, all last questions together may take this long: a publish ends within a second
 _SETTLE_S = 0.7  # wait this long for an aborted update's last word before raising
 
 
@@ -255,14 +255,14 @@ class Attempt:
             rank=rank,
         )
         try:
-            self.rank.client.call("AbortUpdate", request, self._soon(seconds))
+            self.rank.client.call("AbortUpdate", request, self._soon(seconds, _GRACE_S / 2))  # then its outcome is asked
         except (RpcRefused, Unanswered) as e:
             log.info("group %s: abort of %s: %s", self.rank.group, self.update_id or "the update", e)
 
-    def _soon(self, seconds: float) -> float:
+    def _soon(self, seconds: float, grace: float = _GRACE_S) -> float:
         """That many seconds from now, but within the grace after the deadline (and never without any time at all)."""
         now = time.monotonic()
-        return min(now + seconds, max(self._deadline + _GRACE_S, now + 0.1))
+        return min(now + seconds, max(self._deadline + grace, now + 0.1))
 
     def _end(self, error: BaseException) -> update_pb2.UpdateInfo:
         """Clean up after ``error``, then raise what it means; or return the update if it committed all the same."""

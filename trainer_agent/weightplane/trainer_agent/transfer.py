@@ -37,6 +37,8 @@ T = TypeVar("T")
 _DIGEST_PAGE = 100_000
 #: Seconds. A peer that leaves has mostly told the coordinator why, whose word is the cause: it is waited for so long.
 _WORD_S = 0.5
+#: Seconds past the deadline: by then the coordinator, whose clock says the same, has said whom the update waited for.
+_LAST_WORD_S = 0.25
 _PREFETCH = 64 << 20  # bytes gathered ahead of the wire, where gathering and sending do not share a device
 
 
@@ -220,7 +222,7 @@ class Transfer:
             self._put_all(sending)
             if last:
                 self._begin_finish()
-        if not sending.wait(self._deadline):
+        if not sending.wait(self._deadline) and not sending.wait(self._deadline + _LAST_WORD_S):
             raise TimeoutError(f"{self._rank.member} could not send its buckets by the update's deadline")
         if not early:
             self._put_all(sending)
