@@ -4,6 +4,7 @@ every rule."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import threading
 import time
@@ -54,6 +55,7 @@ class Trainer:
         self.stub = wt_grpc.WeightTransferServiceStub(grpc.insecure_channel(said.address))
         self.generation, self.incarnation = 0, uuid.uuid4().hex
         self.over: Ended | None = None
+        self.lease: Any = None
         self.streams: list[Any] = []
         self.values = load_file(said.file)
         self.manifest = Manifest.of(
@@ -92,20 +94,31 @@ class Trainer:
         if said.generation != self.generation:
             self.generation = said.generation
             if self.defect != "no-lease":
-                threading.Thread(target=self.watch, daemon=True).start()
+                request = wt.WatchUpdateRequest(group=self.said.group, generation=self.generation)
+                self.lease = self.stub.WatchUpdate(request)
+                self.watching = threading.Thread(target=self.watch, args=(self.lease,), daemon=True)
+                self.watching.start()
 
-    def watch(self) -> None:
-        request = wt.WatchUpdateRequest(group=self.said.group, generation=self.generation)
-        for news in self.stub.WatchUpdate(request):
-            gone = news.update.phase in (up.UPDATE_PHASE_ABORTING, up.UPDATE_PHASE_ABORTED)
-            if news.fenced and self.defect == "asks-again-when-fenced":
-                self.generation, self.said.takeover = 0, True
-                self.init()
-                return
-            if (news.fenced or gone) and self.defect != "deaf-to-aborts":
-                self.over = Ended("another trainer took the group" if news.fenced else news.update.failure.message)
-                for stream in self.streams:
-                    stream.cancel()
+    def watch(self, lease: Any) -> None:
+        with contextlib.suppress(grpc.RpcError):  # ours, as we leave, or the coordinator's: the next call says why
+            for news in lease:
+                self.heard(news)
+
+    def heard(self, news: wt.WatchUpdateResponse) -> None:
+        gone = news.update.phase in (up.UPDATE_PHASE_ABORTING, up.UPDATE_PHASE_ABORTED)
+        if news.fenced and self.defect == "asks-again-when-fenced":
+            self.generation, self.said.takeover = 0, True
+            self.init()
+        elif (news.fenced or gone) and self.defect != "deaf-to-aborts":
+            self.over = Ended("another trainer took the group" if news.fenced else news.update.failure.message)
+            for stream in self.streams:
+                stream.cancel()
+
+    def leave(self) -> None:
+        """No thread is left inside gRPC as the interpreter ends: that may abort the process."""
+        if self.lease is not None:
+            self.lease.cancel()
+            self.watching.join(5.0)
 
     def publish(self) -> None:
         self.init()
@@ -202,11 +215,14 @@ def main() -> int:
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--takeover", action="store_true")
     torch.set_num_threads(1)
+    trainer = Trainer(parser.parse_args())
     try:
-        Trainer(parser.parse_args()).publish()
+        trainer.publish()
     except (Ended, grpc.RpcError) as e:
         print(e.details() if isinstance(e, grpc.RpcError) else e)
         return 1
+    finally:
+        trainer.leave()
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from weightplane.controlplane.at_exit import end_at_exit
 from weightplane.controlplane.core.events import Report
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.dial import Dial
@@ -114,6 +115,7 @@ class ControlSession:
     def start(self) -> None:
         """Begin to dial."""
         self._thread.start()
+        end_at_exit(self.stop)
 
     def publish(self, report: Report, receipts: Sequence[update_pb2.Receipt] = ()) -> None:
         """Make ``report`` the newest; it goes out as soon as a stream is open, and again on every new one."""

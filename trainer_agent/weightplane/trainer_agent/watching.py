@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from weightplane.controlplane.at_exit import end_at_exit
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.heartbeat import HeartbeatHelper
 from weightplane.v1 import agent_pb2, update_pb2
@@ -90,6 +91,7 @@ class Watch:
     def start(self) -> None:
         """Start listening."""
         self._thread.start()
+        end_at_exit(self.close)
 
     def progress(self, value: int) -> None:
         """Publish how much was done, for those who judge a silence."""
