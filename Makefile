@@ -1,13 +1,13 @@
 # Every target sets up what it needs, from a bare machine with Python >= 3.11 and a package index.
 # Variables: PYTHON  the interpreter that makes the environments
 #            TORCH   the torch requirement, installed before everything else (torch==2.13.0+cpu, a wheel's path, …)
-#            JOBS    processes that share the files of test, then one for what is marked alone; 0: one for all
+#            JOBS    processes that share the files of test, then one for what is marked alone (default 2); 0: one for all
 #            ARGS    extra arguments of test (pytest), demo and bench: make test ARGS=tests/core
 #            WEIGHTPLANE_NEEDS_CLIENTS  clients (cpp, node; 1: all) whose tests fail where they are not built, rather than
 #                    skip; by default those whose tools are here
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-JOBS   ?= 0
+JOBS   ?= 2
 ARGS   ?=
 
 VENV       := .venv
@@ -111,21 +111,13 @@ clients-cpp-portable: clients-cpp ## the same as one program for a machine witho
 WEIGHTPLANE_NEEDS_CLIENTS ?= $(if $(shell command -v npm),node) $(if $(shell test -f .build-cpp/Makefile && echo x),cpp)
 export WEIGHTPLANE_NEEDS_CLIENTS
 
-# Two parts with JOBS: both are run and either fails the target. pytest ends with 5 where it selects nothing, and one
-# part may be empty (ARGS=tests/core), not both.
-test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl $(NODE) clients-cpp ## run the tests (JOBS=2: with two processes)
-ifeq ($(JOBS),0)
-	$(VENV)/bin/python -m pytest $(ARGS)
-else
-	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --part shared $(ARGS); shared=$$?; \
-	case $$shared in 0|1|5) ;; *) exit $$shared ;; esac; \
-	echo "== marked alone"; $(VENV)/bin/python -m pytest --part alone $(ARGS); alone=$$?; \
-	case "$$shared $$alone" in '0 0'|'0 5'|'5 0') ;; *) echo "make test: shared part $$shared, alone $$alone"; exit 1 ;; esac
-endif
+# What failed is run once more, alone, and named if it then passes: see the file.
+test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl $(NODE) clients-cpp ## run the tests (JOBS=0: in one process)
+	$(VENV)/bin/python tools/run_tests.py --jobs $(JOBS) $(ARGS)
 
 # Without vLLM its tests skip; here that is an error. Two processes share the files: starting an engine takes one core.
 test-vllm: $(VLLM_VENV)/.stamp ## run the tests of the vLLM adapter with a real vLLM on CPU
-	WEIGHTPLANE_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/vllm $(ARGS)
+	WEIGHTPLANE_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python tools/run_tests.py --jobs $(JOBS) tests/vllm $(ARGS)
 
 demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; leaves demo-report/
 	$(VENV)/bin/weightplane demo $(ARGS)

@@ -1,0 +1,76 @@
+"""Runs pytest for ``make test``: in processes side by side, then what needs quiet, then what failed, once more, alone.
+
+``python tools/run_tests.py [--jobs N] [pytest's arguments]``. Many tests start processes and have deadlines: on two
+busy cores one may fail for no other reason than its neighbours. A few (``AGAIN``) that failed are therefore run once
+more when nothing else runs. Those that then pass are listed as unsteady, at the very end, and do not fail the run: each
+is a race in the product or in the test, to be mended (CONTRIBUTING.md). More than a few failures are not run again.
+
+Ends with 0, or with pytest's status of the first run that was not mended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+AGAIN = 4
+CACHE = ".pytest_cache/again"
+_PASSED, _FAILED, _NOTHING = 0, 1, 5  # pytest's exit statuses
+
+
+def run(*words: str) -> int:
+    """pytest, with what failed kept apart from what a person's own runs left in the cache."""
+    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE}", *words]
+    return subprocess.run(command, check=False).returncode
+
+
+def failed() -> list[str]:
+    """The tests that failed in the runs since the cache was cleared."""
+    try:
+        found: dict[str, bool] = json.loads(Path(CACHE, "v/cache/lastfailed").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    return list(found)
+
+
+def first_runs(jobs: int, words: Sequence[str]) -> list[int]:
+    """The statuses of the parts. One may be empty (``tests/core``), not both."""
+    if not jobs:
+        return [run("--cache-clear", *words)]
+    shared = run("--cache-clear", "-n", str(jobs), "--dist", "loadfile", "--part", "shared", *words)
+    if shared not in (_PASSED, _FAILED, _NOTHING):
+        return [shared]  # interrupted, or pytest could not start: there is nothing to go on with
+    print("== marked alone", flush=True)
+    alone = run("--part", "alone", *words)
+    return [shared, alone] if shared == alone else [s for s in (shared, alone) if s != _NOTHING]
+
+
+def main(words: Sequence[str]) -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=0, help="processes side by side; default 0: one, and no parts")
+    asked, rest = parser.parse_known_args(words)
+    worst = next((s for s in first_runs(asked.jobs, rest) if s != _PASSED), _PASSED)
+    suspects = failed()
+    if worst != _FAILED or not suspects:
+        return worst
+    if len(suspects) > AGAIN:
+        print(f"== {len(suspects)} tests failed: too many to be their neighbours' fault, none is run again", flush=True)
+        return worst
+    print(f"== {len(suspects)} failed: once more, alone", flush=True)
+    again = run("--last-failed", "--last-failed-no-failures=none", *rest)
+    still = failed()
+    unsteady = [name for name in suspects if name not in still]
+    if unsteady:
+        print("== UNSTEADY: failed above, passed alone. A race of the product or of the test: see CONTRIBUTING.md")
+        for name in unsteady:
+            print(f"==   {name}")
+    return again
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
