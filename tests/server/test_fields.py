@@ -66,7 +66,8 @@ class World:
         self.lines: list[str] = []
 
     async def reach(self, stage: str) -> None:
-        """Stages: bare, joined, granted, bound, committed, twice, started, armed, digested. One step at a time."""
+        """Stages: bare, joined, granted, bound, committed, twice, started, armed, digested, checked (digested, with an
+        update committed before). One step at a time."""
         if stage == "bare":
             return
         self.running.coordinator.ensure("g").submit(Tick())  # the first one counts as a change: not in between
@@ -79,7 +80,7 @@ class World:
         if stage == "granted":
             return
         await self.trainer.put_manifest()
-        for _ in range({"committed": 1, "twice": 2}.get(stage, 0)):
+        for _ in range({"committed": 1, "twice": 2, "checked": 1}.get(stage, 0)):
             await self._publish()
         if stage in ("bound", "committed", "twice"):
             return
@@ -89,7 +90,7 @@ class World:
         await self.settled()
         await self.trainer.weights(self.u)
         await self.settled()
-        if stage == "digested":
+        if stage in ("digested", "checked"):
             await self.trainer.digests(self.u)
 
     async def _publish(self) -> None:
@@ -200,6 +201,13 @@ def _receipt(w: World) -> up.Receipt:
     )
 
 
+def _parity(version: int) -> up.ParityResult:
+    figures: dict[str, Any] = {"mean_abs": 0.1, "p99_abs": 0.2, "max_abs": 0.3, "kl": 0.4, "ess": 0.5}
+    found = up.PARITY_VERDICT_AT_PARITY
+    said: dict[str, Any] = {"version": version, "tokens": 9, "clip_fraction": 0.6, "reason": "x"}
+    return up.ParityResult(replica_id="r0", verdict=found, **said, **figures)
+
+
 GOOD: dict[str, tuple[str, Make]] = {
     "WeightTransferService.InitTransfer": ("joined", _init),
     "WeightTransferService.PutManifest": (
@@ -231,7 +239,10 @@ GOOD: dict[str, tuple[str, Make]] = {
             **_named(w), plan_id=_plan_id(w), total=3, digests=[digest_of(tn.PlanRegion(tensor=i)) for i in range(3)]
         ),
     ),
-    "WeightTransferService.FinishUpdate": ("digested", lambda w: wt.FinishUpdateRequest(**_named(w))),
+    "WeightTransferService.FinishUpdate": (
+        "checked",
+        lambda w: wt.FinishUpdateRequest(**_named(w), parity=[_parity(w.u.version - 1)]),
+    ),
     "WeightTransferService.AbortUpdate": (
         "armed",
         lambda w: wt.AbortUpdateRequest(**G, generation=1, update_id=w.u.update_id),

@@ -23,6 +23,8 @@ from weightplane.controlplane.server.probes import answer
 from weightplane.controlplane.server.security import Security, Tls, parse_tokens
 from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.v1 import fleet_pb2 as fl
+from weightplane.v1 import update_pb2 as up
+from weightplane.v1 import weight_transfer_pb2 as wt
 
 TOKEN = "viewer-s3cret-s3cret"
 
@@ -44,7 +46,8 @@ def _get(address: str, path: str, headers: dict[str, str], context: Any) -> tupl
     with contextlib.closing(made) as connection:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        said = answer.read()
+        return answer.status, json.loads(said) if "json" in answer.headers["Content-Type"] else {"": said.decode()}
 
 
 async def get(running: Running, path: str, context: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -108,6 +111,35 @@ async def test_what_is_not_there_is_said() -> None:
             found, said = await get(running, path)
             assert found == status and word in said["reason"] and said["ok"] is False, path
         assert answer(running.coordinator, "http://[/livez")[0] == 400
+
+
+async def test_gauges_tell_of_each_replica_what_its_newest_parity_check_found() -> None:
+    async with probed() as running, fleet(running.address, 2) as (trainer, _):
+        u = await trainer.publish()
+        bad = up.ParityResult(replica_id="r0", version=u.version, verdict=up.PARITY_VERDICT_NOT_AT_PARITY, mean_abs=0.5)
+        nothing = up.ParityResult(replica_id="r1", version=u.version, verdict=up.PARITY_VERDICT_NOT_MEASURED)
+        nothing.mean_abs = float("nan")
+        again = wt.StartUpdateResponse(update_id=u.update_id, epoch=u.epoch)
+        await trainer.finish(again, request_id="checked", parity=[bad, nothing])
+        status, said = await get(running, "/metrics")
+        lines = said[""].splitlines()
+        assert status == 200
+        assert 'weightplane_committed_version{group="g"} 1.0' in lines
+        assert 'weightplane_parity_ok{group="g",replica="r0"} 0.0' in lines
+        assert 'weightplane_parity_mean_abs{group="g",replica="r0"} 0.5' in lines
+        assert 'weightplane_parity_mean_abs{group="g",replica="r1"} NaN' in lines
+        assert 'weightplane_parity_ok{group="g",replica="r1"} NaN' in lines
+        kept = (await trainer.get(u.update_id)).parity
+        assert [(p.replica_id, p.verdict) for p in kept] == [("r0", bad.verdict), ("r1", nothing.verdict)]
+
+
+async def test_gauges_are_told_of_the_callers_own_groups() -> None:
+    async with probed(Security(tokens=parse_tokens(f"viewer@other {TOKEN}"))) as running:
+        for name in ("g", "other"):
+            running.coordinator.ensure(name)
+        assert (await get(running, "/metrics"))[0] == 401
+        status, said = await get(running, "/metrics", authorization=f"Bearer {TOKEN}")
+        assert status == 200 and 'group="other"' in said[""] and 'group="g"' not in said[""]
 
 
 async def test_groups_are_told_to_those_who_may_know_and_life_to_everybody() -> None:

@@ -37,6 +37,7 @@ updates = every(
     plans=st.dictionaries(st.text(), every(m.PlanSummary), max_size=2),
     calls=st.lists(every(m.Call), max_size=2).map(tuple),
     failure=st.none() | failures,
+    parity=st.lists(every(m.Parity), max_size=2).map(tuple),
     waiters=st.just(()),
     write_id=st.just(""),
 )
@@ -126,8 +127,8 @@ def _broken(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "doc, message",
     [
-        (_broken(v=1), "version 1"),
-        (_broken(v=3), "version 3"),
+        (_broken(v=2), "version 2"),
+        (_broken(v=4), "version 4"),
         (_broken(v=True), "with a version"),
         ({}, "with a version"),
         ([], "with a version"),

@@ -87,6 +87,8 @@ def _replica_table(replicas: list[fleet_pb2.ReplicaInfo], reached: bool = False)
     for r in replicas:
         if r.catch_up:
             console.print(f"{r.replica_id}: {r.catch_up}", markup=False)
+        if r.admin == fleet_pb2.ADMIN_STATE_QUARANTINED and r.failure.message:
+            console.print(f"{r.replica_id}: {r.failure.message}", markup=False)
 
 
 def _liveness(r: fleet_pb2.ReplicaInfo) -> str:
@@ -118,10 +120,28 @@ def updates(
         told += [f"v{u.version}: {o.replica_id}: {reason_name(o.failure.reason)}: {o.failure.message}" for o in bad]
         why = reason_name(u.failure.reason) if u.failure.reason else ", ".join(o.replica_id for o in bad)
         times = [seconds(s) for s in (t.wire_s, t.pause_s, t.apply_s, t.total_s)]
-        rows.append([str(u.version), str(u.trainer_step), phase_name(u.phase), *times, why or "-"])
-    table("updates", ["version", "step", "phase", "wire", "pause", "apply", "total", "failed by"], rows)
+        told += [f"v{u.version}: {p.replica_id}: {_verdict(p)}" for p in u.parity if p.verdict != _AT_PARITY]
+        rows.append([str(u.version), str(u.trainer_step), phase_name(u.phase), *times, why or "-", _parity(u)])
+    table("updates", ["version", "step", "phase", "wire", "pause", "apply", "total", "failed by", "parity"], rows)
     for line in told:
         console.print(line, markup=False)
+
+
+_AT_PARITY = update_pb2.PARITY_VERDICT_AT_PARITY
+
+
+def _parity(u: update_pb2.UpdateInfo) -> str:
+    """The worst that was measured of an update's version, and of how many replicas; "-": none was checked."""
+    if not u.parity:
+        return "-"
+    good = sum(p.verdict == _AT_PARITY for p in u.parity)
+    measured = [p.mean_abs for p in u.parity if p.verdict != update_pb2.PARITY_VERDICT_NOT_MEASURED]
+    return f"{good}/{len(u.parity)} ok" + (f", {max(measured):.1e}" if measured else "")
+
+
+def _verdict(p: update_pb2.ParityResult) -> str:
+    name = short_name(update_pb2.ParityVerdict.Name(p.verdict), "PARITY_VERDICT")
+    return f"{name}: {p.reason or f'mean {p.mean_abs:.2e}, p99 {p.p99_abs:.2e}, ESS {p.ess:.6f}'}"
 
 
 def abort(

@@ -50,6 +50,34 @@ FAILURE_POLICY_CONTINUE_STALE: FailurePolicy.ValueType  # 3
 """Go on with the version that the fleet has, within max_stale_versions."""
 Global___FailurePolicy: _TypeAlias = FailurePolicy  # noqa: Y015
 
+class _ParityPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ParityPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ParityPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PARITY_POLICY_UNSPECIFIED: _ParityPolicy.ValueType  # 0
+    """Same as RECORD."""
+    PARITY_POLICY_RECORD: _ParityPolicy.ValueType  # 1
+    """Nothing: it is told in the update, in metrics and in the log."""
+    PARITY_POLICY_QUARANTINE: _ParityPolicy.ValueType  # 2
+    """If the replica still holds the version checked and is ACTIVE, it is QUARANTINED: not routable until a full update, a
+    catch-up or an operator brings it back.
+    """
+
+class ParityPolicy(_ParityPolicy, metaclass=_ParityPolicyEnumTypeWrapper):
+    """What a parity check that failed means to its replica."""
+
+PARITY_POLICY_UNSPECIFIED: ParityPolicy.ValueType  # 0
+"""Same as RECORD."""
+PARITY_POLICY_RECORD: ParityPolicy.ValueType  # 1
+"""Nothing: it is told in the update, in metrics and in the log."""
+PARITY_POLICY_QUARANTINE: ParityPolicy.ValueType  # 2
+"""If the replica still holds the version checked and is ACTIVE, it is QUARANTINED: not routable until a full update, a
+catch-up or an operator brings it back.
+"""
+Global___ParityPolicy: _TypeAlias = ParityPolicy  # noqa: Y015
+
 class _AdminState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -69,7 +97,7 @@ class _AdminStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdminState
     ADMIN_STATE_ASLEEP: _AdminState.ValueType  # 5
     """Its memory is released."""
     ADMIN_STATE_QUARANTINED: _AdminState.ValueType  # 6
-    """Failed too often; only a full update or an operator brings it back."""
+    """Failed too often, or a parity check (GroupPolicy.parity); only a full update or an operator brings it back."""
 
 class AdminState(_AdminState, metaclass=_AdminStateEnumTypeWrapper):
     """Administrative state of a replica."""
@@ -87,7 +115,7 @@ ADMIN_STATE_PINNED: AdminState.ValueType  # 4
 ADMIN_STATE_ASLEEP: AdminState.ValueType  # 5
 """Its memory is released."""
 ADMIN_STATE_QUARANTINED: AdminState.ValueType  # 6
-"""Failed too often; only a full update or an operator brings it back."""
+"""Failed too often, or a parity check (GroupPolicy.parity); only a full update or an operator brings it back."""
 Global___AdminState: _TypeAlias = AdminState  # noqa: Y015
 
 class _Liveness:
@@ -132,6 +160,7 @@ class GroupPolicy(_message.Message):
     MAX_STALE_VERSIONS_FIELD_NUMBER: _builtins.int
     VERIFY_FIELD_NUMBER: _builtins.int
     UPDATE_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    PARITY_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """Fewest participants of an update; default 1."""
     cache: _common_pb2.CachePolicy.ValueType
@@ -146,6 +175,8 @@ class GroupPolicy(_message.Message):
     """How much is hashed where the trainer does not say."""
     update_timeout_ms: _builtins.int
     """Default 120,000."""
+    parity: Global___ParityPolicy.ValueType
+    """Default RECORD."""
     @_builtins.property
     def commit(self) -> _common_pb2.CommitPolicy:
         """When an update commits; default all."""
@@ -161,10 +192,11 @@ class GroupPolicy(_message.Message):
         max_stale_versions: _builtins.int = ...,
         verify: _common_pb2.VerifyLevel.ValueType = ...,
         update_timeout_ms: _builtins.int = ...,
+        parity: Global___ParityPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "commit", b"commit", "failure", b"failure", "max_stale_versions", b"max_stale_versions", "min_replicas", b"min_replicas", "pause", b"pause", "update_timeout_ms", b"update_timeout_ms", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "commit", b"commit", "failure", b"failure", "max_stale_versions", b"max_stale_versions", "min_replicas", b"min_replicas", "parity", b"parity", "pause", b"pause", "update_timeout_ms", b"update_timeout_ms", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,6 +100,34 @@ WEIGHTS_STATE_DIRTY: WeightsState.ValueType  # 5
 """May hold a mix: fenced, never generates; a full update heals it."""
 Global___WeightsState: _TypeAlias = WeightsState  # noqa: Y015
 
+class _ParityVerdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ParityVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ParityVerdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PARITY_VERDICT_UNSPECIFIED: _ParityVerdict.ValueType  # 0
+    """Not set."""
+    PARITY_VERDICT_AT_PARITY: _ParityVerdict.ValueType  # 1
+    """Engine and trainer compute the same policy, within the check's bounds."""
+    PARITY_VERDICT_NOT_AT_PARITY: _ParityVerdict.ValueType  # 2
+    """They do not."""
+    PARITY_VERDICT_NOT_MEASURED: _ParityVerdict.ValueType  # 3
+    """Nothing was compared: the engine did not answer, or held another version."""
+
+class ParityVerdict(_ParityVerdict, metaclass=_ParityVerdictEnumTypeWrapper):
+    """What a parity check found."""
+
+PARITY_VERDICT_UNSPECIFIED: ParityVerdict.ValueType  # 0
+"""Not set."""
+PARITY_VERDICT_AT_PARITY: ParityVerdict.ValueType  # 1
+"""Engine and trainer compute the same policy, within the check's bounds."""
+PARITY_VERDICT_NOT_AT_PARITY: ParityVerdict.ValueType  # 2
+"""They do not."""
+PARITY_VERDICT_NOT_MEASURED: ParityVerdict.ValueType  # 3
+"""Nothing was compared: the engine did not answer, or held another version."""
+Global___ParityVerdict: _TypeAlias = ParityVerdict  # noqa: Y015
+
 @_typing.final
 class Participant(_message.Message):
     """One participant of an update."""
@@ -315,6 +343,70 @@ class PhaseTimings(_message.Message):
 Global___PhaseTimings: _TypeAlias = PhaseTimings  # noqa: Y015
 
 @_typing.final
+class ParityResult(_message.Message):
+    """A parity check of one replica, in short: log-probabilities as its engine served them against the trainer's, of the same
+    tokens at the same version. NaN: there was nothing to compare.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MEAN_ABS_FIELD_NUMBER: _builtins.int
+    P99_ABS_FIELD_NUMBER: _builtins.int
+    MAX_ABS_FIELD_NUMBER: _builtins.int
+    KL_FIELD_NUMBER: _builtins.int
+    ESS_FIELD_NUMBER: _builtins.int
+    CLIP_FRACTION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """The replica."""
+    version: _builtins.int
+    """The version that was checked."""
+    verdict: Global___ParityVerdict.ValueType
+    """What was found."""
+    tokens: _builtins.int
+    """Tokens compared."""
+    mean_abs: _builtins.float
+    """Mean of |trainer - engine|, nats."""
+    p99_abs: _builtins.float
+    """Its 99th percentile, nats."""
+    max_abs: _builtins.float
+    """The largest, nats."""
+    kl: _builtins.float
+    """KL(engine || trainer) per token, nats."""
+    ess: _builtins.float
+    """Effective sample size of the importance weights over the number of tokens: 0 to 1."""
+    clip_fraction: _builtins.float
+    """Share of tokens whose importance weight is more than 0.2 from 1."""
+    reason: _builtins.str
+    """Which bounds do not hold, or why nothing was measured; for people, at most 1024 bytes."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        verdict: Global___ParityVerdict.ValueType = ...,
+        tokens: _builtins.int = ...,
+        mean_abs: _builtins.float = ...,
+        p99_abs: _builtins.float = ...,
+        max_abs: _builtins.float = ...,
+        kl: _builtins.float = ...,
+        ess: _builtins.float = ...,
+        clip_fraction: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "ess", b"ess", "kl", b"kl", "max_abs", b"max_abs", "mean_abs", b"mean_abs", "p99_abs", b"p99_abs", "reason", b"reason", "replica_id", b"replica_id", "tokens", b"tokens", "verdict", b"verdict", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParityResult: _TypeAlias = ParityResult  # noqa: Y015
+
+@_typing.final
 class UpdateInfo(_message.Message):
     """Everything known of one update."""
 
@@ -338,6 +430,7 @@ class UpdateInfo(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     STARTED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    PARITY_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """Its id."""
     group: _builtins.str
@@ -384,6 +477,10 @@ class UpdateInfo(_message.Message):
     def timings(self) -> Global___PhaseTimings:
         """Timings so far."""
 
+    @_builtins.property
+    def parity(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParityResult]:
+        """Parity checks of its version, the newest of each replica."""
+
     def __init__(
         self,
         *,
@@ -405,10 +502,11 @@ class UpdateInfo(_message.Message):
         generation: _builtins.int = ...,
         epoch: _builtins.int = ...,
         started_unix_ms: _builtins.int = ...,
+        parity: _abc.Iterable[Global___ParityResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "epoch", b"epoch", "failure", b"failure", "generation", b"generation", "group", b"group", "lineage", b"lineage", "manifest_id", b"manifest_id", "outcomes", b"outcomes", "participants", b"participants", "phase", b"phase", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "source_free", b"source_free", "started_unix_ms", b"started_unix_ms", "timings", b"timings", "trainer_step", b"trainer_step", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "epoch", b"epoch", "failure", b"failure", "generation", b"generation", "group", b"group", "lineage", b"lineage", "manifest_id", b"manifest_id", "outcomes", b"outcomes", "parity", b"parity", "participants", b"participants", "phase", b"phase", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "source_free", b"source_free", "started_unix_ms", b"started_unix_ms", "timings", b"timings", "trainer_step", b"trainer_step", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

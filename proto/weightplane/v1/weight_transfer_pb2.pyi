@@ -836,6 +836,7 @@ class FinishUpdateRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     GATHER_S_FIELD_NUMBER: _builtins.int
+    PARITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per logical call."""
     group: _builtins.str
@@ -850,6 +851,13 @@ class FinishUpdateRequest(_message.Message):
     """This rank."""
     gather_s: _builtins.float
     """Seconds that this rank spent gathering, for the timings."""
+    @_builtins.property
+    def parity(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.ParityResult]:
+        """Parity checks, each of a version that this group committed before. They are kept with that version's update, in force
+        at once (GroupPolicy.parity), and change nothing else: after a commit, repeat the update's own FinishUpdate with them,
+        under a request_id of its own; or let them come with the next update's.
+        """
+
     def __init__(
         self,
         *,
@@ -860,10 +868,11 @@ class FinishUpdateRequest(_message.Message):
         epoch: _builtins.int = ...,
         rank: _builtins.int = ...,
         gather_s: _builtins.float = ...,
+        parity: _abc.Iterable[_update_pb2.ParityResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "gather_s", b"gather_s", "generation", b"generation", "group", b"group", "rank", b"rank", "request_id", b"request_id", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "gather_s", b"gather_s", "generation", b"generation", "group", b"group", "parity", b"parity", "rank", b"rank", "request_id", b"request_id", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

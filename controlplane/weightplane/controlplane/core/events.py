@@ -16,6 +16,7 @@ from .model import (
     Held,
     Mode,
     Offer,
+    Parity,
     PauseMode,
     PlanSummary,
     Policy,
@@ -228,6 +229,7 @@ class FinishUpdate:
     epoch: int
     rank: int
     gather_s: float = 0.0
+    parity: tuple[Parity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ __all__ = [
     "Mode",
     "Offer",
     "Options",
+    "Parity",
+    "ParityPolicy",
     "Part",
     "PauseMode",
     "Phase",
@@ -41,6 +43,7 @@ __all__ = [
     "Timings",
     "Trainer",
     "Update",
+    "Verdict",
     "Verify",
     "Waiter",
     "Weights",
@@ -124,6 +127,21 @@ class Verify(StrEnum):
     FULL = "FULL"
 
 
+class Verdict(StrEnum):
+    """What a parity check found; NOT_MEASURED: nothing was compared."""
+
+    AT_PARITY = "AT_PARITY"
+    NOT_AT_PARITY = "NOT_AT_PARITY"
+    NOT_MEASURED = "NOT_MEASURED"
+
+
+class ParityPolicy(StrEnum):
+    """What a parity check that failed means to its replica."""
+
+    RECORD = "RECORD"
+    QUARANTINE = "QUARANTINE"
+
+
 class Evidence(IntEnum):
     """How strong a receipt is."""
 
@@ -204,6 +222,7 @@ class Policy:
     max_stale_versions: int = 0
     verify: Verify = Verify.DEFAULT
     update_timeout_s: float = 120.0
+    parity: ParityPolicy = ParityPolicy.RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +486,23 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Parity:
+    """A parity check of one replica at one version, in short; nats, NaN where there was nothing to compare."""
+
+    replica_id: str
+    version: int
+    verdict: Verdict
+    tokens: int = 0
+    mean_abs: float = 0.0
+    p99_abs: float = 0.0
+    max_abs: float = 0.0
+    kl: float = 0.0
+    ess: float = 0.0
+    clip_fraction: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One UpdateWeights call: its bucket ranges (channel_id, first, count) and the ranks that made it."""
 
@@ -515,6 +551,7 @@ class Update:
     decided_at: float = 0.0
     ended_at: float = 0.0
     closed: bool = False
+    parity: tuple[Parity, ...] = ()
 
     @property
     def held(self) -> Held:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import ending, progress, trainers
+from . import ending, parity, progress, trainers
 from .events import AbortUpdate, DigestsIn, FinishUpdate, UpdateWeights
 from .evolve import replace
 from .model import Call, Mode, Phase, Update, Verify, Waiter
@@ -129,6 +129,9 @@ def finish(tx: Tx, e: FinishUpdate) -> None:
     """FinishUpdate of one rank; bytes may still be on the wire. With the last rank's, and the last byte, verification
     begins. Every rank gets the outcome."""
     u, failure = _own(tx, e.generation, e.update_id, e.epoch)
+    if failure is None and e.parity:
+        failure = parity.record(tx, e.parity)
+        u = tx.find(e.update_id)
     waits = u is not None and (u.phase is Phase.ABORTING or (u.phase is Phase.COMMITTED and not u.closed))
     if u is not None and waits and (failure is None or failure is u.failure):
         tx.put_update(replace(u, waiters=(*u.waiters, Waiter(e.call_id, "finish", e.rank, deadline=e.deadline))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from weightplane.controlplane.core.model import (
     Held,
     Mode,
     Offer,
+    Parity,
     PauseMode,
     Phase,
     Policy,
@@ -25,17 +27,31 @@ from weightplane.controlplane.core.model import (
     Worker,
 )
 from weightplane.controlplane.core.reasons import Failure
-from weightplane.v1 import agent_pb2, common_pb2, fleet_pb2, tensor_pb2, transport_pb2
+from weightplane.v1 import agent_pb2, common_pb2, fleet_pb2, tensor_pb2, transport_pb2, update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
 from . import fields
-from .enums import CACHE, EVIDENCE, FAILURE_POLICY, MODE, ON_BUSY, PAUSE, PROCESS, REASON, STAGE, VERIFY
+from .enums import (
+    CACHE,
+    EVIDENCE,
+    FAILURE_POLICY,
+    MODE,
+    ON_BUSY,
+    PARITY_POLICY,
+    PAUSE,
+    PROCESS,
+    REASON,
+    STAGE,
+    VERDICT,
+    VERIFY,
+)
 from .fields import between, invalid, not_built
 
 __all__ = [
     "beat",
     "failure",
     "init_transfer",
+    "parity",
     "policy",
     "rank_report",
     "replica_hello",
@@ -47,6 +63,7 @@ __all__ = [
 
 _DAY_MS = 24 * 3600 * 1000
 _MAX_OFFER = 1 << 20
+_MOST_PARITY = 4096
 
 
 # --- agents ---------------------------------------------------------------------------------------------------------
@@ -314,6 +331,31 @@ def _at_least(field: str, m: common_pb2.CommitPolicy) -> int:
     return 0
 
 
+def parity(said: Sequence[update_pb2.ParityResult]) -> tuple[Parity, ...]:
+    """Parity checks, each of its own replica and version."""
+    between("parity", len(said), 0, _MOST_PARITY)
+    out = []
+    for i, m in enumerate(said):
+        where = f"parity[{i}]"
+        figures = {n: getattr(m, n) for n in ("mean_abs", "p99_abs", "max_abs", "kl", "ess", "clip_fraction")}
+        for name, value in figures.items():
+            if not (value >= 0 or math.isnan(value)):
+                invalid(f"{where}.{name}", "0 or more, or NaN", value)
+        out.append(
+            Parity(
+                replica_id=fields.name(f"{where}.replica_id", m.replica_id),
+                version=between(f"{where}.version", m.version, 1, 1 << 62),
+                verdict=VERDICT.core(f"{where}.verdict", m.verdict),
+                tokens=between(f"{where}.tokens", m.tokens, 0, 1 << 62),
+                reason=fields.text(f"{where}.reason", m.reason, 1024, empty=True, lines=True),
+                **figures,
+            )
+        )
+    if len({(p.replica_id, p.version) for p in out}) < len(out):
+        invalid("parity", "each replica and version once", "one of them twice")
+    return tuple(out)
+
+
 def tensors(first: int, page: Iterable[tensor_pb2.TensorMeta]) -> list[TensorMeta]:
     """A page of a manifest. What is wrong with it as a whole is for ``Manifest`` to say."""
     out: list[TensorMeta] = []
@@ -346,4 +388,5 @@ def policy(m: fleet_pb2.GroupPolicy) -> Policy:
         max_stale_versions=m.max_stale_versions,
         verify=verify,
         update_timeout_s=m.update_timeout_ms / 1000 or default.update_timeout_s,
+        parity=PARITY_POLICY.core("policy.parity", m.parity),
     )

@@ -10,10 +10,12 @@ from weightplane.controlplane.core.model import (
     Evidence,
     Liveness,
     Mode,
+    ParityPolicy,
     PauseMode,
     Phase,
     Process,
     Stage,
+    Verdict,
     Verify,
     Weights,
 )
@@ -30,11 +32,13 @@ __all__ = [
     "LIVENESS",
     "MODE",
     "ON_BUSY",
+    "PARITY_POLICY",
     "PAUSE",
     "PHASE",
     "PROCESS",
     "REASON",
     "STAGE",
+    "VERDICT",
     "VERIFY",
     "WEIGHTS",
     "Pairs",
@@ -88,3 +92,5 @@ PROCESS = Pairs(agent_pb2.ProcessState, "PROCESS_STATE_", Process, Process.RUNNI
 ADMIN = Pairs(fleet_pb2.AdminState, "ADMIN_STATE_", Admin)
 LIVENESS = Pairs(fleet_pb2.Liveness, "LIVENESS_", Liveness)
 FAILURE_POLICY = Pairs(fleet_pb2.FailurePolicy, "FAILURE_POLICY_", None, "RAISE")
+PARITY_POLICY = Pairs(fleet_pb2.ParityPolicy, "PARITY_POLICY_", ParityPolicy, ParityPolicy.RECORD)
+VERDICT = Pairs(update_pb2.ParityVerdict, "PARITY_VERDICT_", Verdict)

@@ -20,7 +20,7 @@ from weightplane.controlplane.core.trainers import rank_lives
 from weightplane.v1 import fleet_pb2
 
 from .bindings import choice
-from .enums import ADMIN, CACHE, FAILURE_POLICY, LIVENESS, PAUSE, VERIFY, WEIGHTS
+from .enums import ADMIN, CACHE, FAILURE_POLICY, LIVENESS, PARITY_POLICY, PAUSE, VERIFY, WEIGHTS
 from .errors import failure_to_proto
 from .project import commit_policy, held, small, update_info
 
@@ -129,4 +129,5 @@ def policy(p: Policy) -> fleet_pb2.GroupPolicy:
         max_stale_versions=p.max_stale_versions,
         verify=VERIFY.proto(p.verify),
         update_timeout_ms=int(p.update_timeout_s * 1000),
+        parity=PARITY_POLICY.proto(p.parity),
     )

@@ -2,7 +2,7 @@
 
 ``GET /livez | /readyz | /groups/G/livez | /groups/G/readyz | /groups/G/routable?min_version=N`` and the three under
 ``/groups/G/replicas/R/``. 200: yes; 503: no; the JSON body says why. A group is alive, ready or routable when a replica
-of it is, and the body names each. A publish changes none of the three.
+of it is, and the body names each. A publish changes none of the three. ``GET /metrics``: see ``metrics``.
 
 The first two paths are open to everybody who reaches the port; the others want what gRPC wants of a viewer.
 """
@@ -28,6 +28,7 @@ from weightplane.controlplane.core.reasons import Reason
 from .coordinator import Coordinator
 from .errors import Refused
 from .fields import refuse
+from .metrics import CONTENT_TYPE, exposition
 from .runtime import Group
 from .security import Authoriser, Tls
 from .tls import names_in
@@ -41,9 +42,12 @@ _PATIENCE_S = 2.0  # an event loop that takes longer for a look at its own state
 _IDLE_S = 10.0  # of a connection
 _MOST = 64  # connections at a time; one more is closed
 _QUESTIONS = ("livez", "readyz", "routable")
-_PATHS = "expected /livez, /readyz, or one of livez, readyz, routable under /groups/G/ or /groups/G/replicas/R/"
+_PATHS = (
+    "expected /livez, /readyz, /metrics, or one of livez, readyz, routable under /groups/G/ or /groups/G/replicas/R/"
+)
 
-Answer = tuple[int, dict[str, Any]]
+#: Status and body: of JSON, or the text of ``/metrics``.
+Answer = tuple[int, dict[str, Any] | str]
 
 
 def answer(coordinator: Coordinator, target: str) -> Answer:
@@ -127,6 +131,9 @@ class Probes:
                 if not caller.roles:
                     refuse(Reason.PERMISSION_DENIED, "probes: expected any role, found none")
                 parts = path.split("/")
+                if path == "/metrics":
+                    groups = (g for g in self._coordinator.groups() if caller.may_see(g.name))
+                    return 200, exposition(g.state for g in groups)
                 caller.enter(unquote(parts[2]) if len(parts) > 2 else "", "probes")
             return answer(self._coordinator, target)
 
@@ -155,9 +162,10 @@ class Probes:
                 certificate = self.request.getpeercert() if isinstance(self.request, ssl.SSLSocket) else None
                 headers = [(k.lower(), v) for k, v in self.headers.items()]
                 status, body = ask(self.path, headers, *names_in(certificate))
-                said = json.dumps(body).encode()
+                text = isinstance(body, str)
+                said = (body if isinstance(body, str) else json.dumps(body)).encode()
                 self.send_response(status)
-                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Type", CONTENT_TYPE if text else "application/json")
                 self.send_header("Content-Length", str(len(said)))
                 self.send_header("Cache-Control", "no-store")
                 if status == 401:

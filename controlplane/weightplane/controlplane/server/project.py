@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from weightplane.controlplane.core.model import GroupState, Held, Part, Phase, Replica, Stage, Update, Weights
+from weightplane.controlplane.core.model import GroupState, Held, Parity, Part, Phase, Replica, Stage, Update, Weights
 from weightplane.controlplane.core.progress import covered, live_channels
 from weightplane.v1 import agent_pb2, common_pb2, update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 
-from .enums import CACHE, EVIDENCE, MODE, PAUSE, PHASE, STAGE, VERIFY, WEIGHTS
+from .enums import CACHE, EVIDENCE, MODE, PAUSE, PHASE, STAGE, VERDICT, VERIFY, WEIGHTS
 from .errors import failure_to_proto
 
 __all__ = [
@@ -51,6 +51,7 @@ def update_info(state: GroupState, u: Update, now: float) -> update_pb2.UpdateIn
         generation=u.generation,
         epoch=u.epoch,
         started_unix_ms=u.started_unix_ms,
+        parity=[_parity(p) for p in u.parity],
     )
     if u.failure is not None:
         info.failure.CopyFrom(failure_to_proto(u.failure))
@@ -64,6 +65,22 @@ def _participant(p: Part) -> update_pb2.Participant:
         mode=MODE.proto(p.mode),
         mode_reason=p.mode_reason,
         channel_ids=dict.fromkeys(p.channels),
+    )
+
+
+def _parity(p: Parity) -> update_pb2.ParityResult:
+    return update_pb2.ParityResult(
+        replica_id=p.replica_id,
+        version=p.version,
+        verdict=VERDICT.proto(p.verdict),
+        tokens=p.tokens,
+        mean_abs=p.mean_abs,
+        p99_abs=p.p99_abs,
+        max_abs=p.max_abs,
+        kl=p.kl,
+        ess=p.ess,
+        clip_fraction=p.clip_fraction,
+        reason=p.reason,
     )
 
 
@@ -211,6 +228,7 @@ def small(info: update_pb2.UpdateInfo, room: int = 48 << 10) -> update_pb2.Updat
     if info.ByteSize() <= room:
         return info
     del info.participants[:]
+    del info.parity[:]
     if info.ByteSize() > room:
         failed = [o for o in info.outcomes if o.HasField("failure") or o.excluded or o.unquiesced]
         del info.outcomes[:]

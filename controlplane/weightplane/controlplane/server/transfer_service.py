@@ -162,6 +162,7 @@ class TransferService(wt_grpc.WeightTransferServiceServicer):
         group.answers.earlier("FinishUpdate", request, wt.FinishUpdateResponse)
         hit("server.finish.received")
         between("gather_s", request.gather_s, 0.0, 1e6)
+        parity = convert.parity(request.parity)
         deadline = _deadline(group, context)
         reply = await group.call(
             lambda call: FinishUpdate(
@@ -172,6 +173,7 @@ class TransferService(wt_grpc.WeightTransferServiceServicer):
                 request.epoch,
                 request.rank,
                 request.gather_s,
+                parity,
             )
         )
         return wt.FinishUpdateResponse(update=_info(group, _found(group, reply.update_id)))

@@ -1,6 +1,6 @@
 """Updates, trainers and policies as JSON: explicit fields, versioned, checked on the way in. No pickle.
 
-A document is ``{"v": 2, <field>: …}``; the fields are those of the tables below, no more and no fewer. What only means
+A document is ``{"v": 3, <field>: …}``; the fields are those of the tables below, no more and no fewer. What only means
 something to a living process (waiting callers, write ids, a trainer's channels) is left out: ``TRANSIENT`` names it.
 A change of any table is a new version. All functions are pure and thread-safe.
 """
@@ -28,7 +28,7 @@ __all__ = [
     "loads",
 ]
 
-VERSION = 2
+VERSION = 3
 
 #: Fields that are not stored, with the reason.
 TRANSIENT: dict[type, dict[str, str]] = {
@@ -111,6 +111,23 @@ _PART = record(
     },
     row=True,
 )
+_PARITY = record(
+    m.Parity,
+    {
+        "replica_id": _STR,
+        "version": _INT,
+        "verdict": enum(m.Verdict),
+        "tokens": _INT,
+        "mean_abs": _FLOAT,
+        "p99_abs": _FLOAT,
+        "max_abs": _FLOAT,
+        "kl": _FLOAT,
+        "ess": _FLOAT,
+        "clip_fraction": _FLOAT,
+        "reason": _STR,
+    },
+    row=True,
+)
 _PARTS = seq(_PART, make=lambda parts: {p.replica_id: p for p in parts}, order=lambda parts: list(parts.values()))
 
 _UPDATE = record(
@@ -150,6 +167,7 @@ _UPDATE = record(
         "decided_at": _FLOAT,
         "ended_at": _FLOAT,
         "closed": _BOOL,
+        "parity": seq(_PARITY),
     },
 )
 _TRAINER = record(
@@ -175,6 +193,7 @@ _POLICY = record(
         "max_stale_versions": _INT,
         "verify": enum(m.Verify),
         "update_timeout_s": _FLOAT,
+        "parity": enum(m.ParityPolicy),
     },
 )
 
