@@ -14,7 +14,7 @@ from .samples import Plan, Rounds, Sample, Sampling, Scorer
 from .stats import Stats, compare
 from .thresholds import Thresholds, calibrated, exceeded
 
-__all__ = ["ProbeError", "ProbeResult", "judge", "probe", "sample"]
+__all__ = ["ProbeError", "ProbeResult", "judge", "probe", "sample", "scored"]
 
 _AT_ONCE = 4  # requests
 
@@ -62,11 +62,18 @@ def probe(
     """
     began = time.monotonic()
     held, samples = sample(url, plan, version=version, timeout=timeout)
-    between = time.monotonic()
+    return scored(held, samples, scorer, thresholds, engine_seconds=time.monotonic() - began)
+
+
+def scored(
+    version: int, samples: Sequence[Sample], scorer: Scorer, thresholds: Thresholds, *, engine_seconds: float = 0.0
+) -> ProbeResult:
+    """Score what an engine served, and judge it. ``ProbeError``: the scorer gave other shapes."""
+    began = time.monotonic()
     scores = checked(samples, scorer(samples))
     exact = checked(samples, scorer.exact(samples)) if isinstance(scorer, Rounds) and scorer.rounds else None
-    seconds = (between - began, time.monotonic() - between)
-    return judge(held, samples, scores, thresholds, exact=exact, seconds=seconds)
+    seconds = (engine_seconds, time.monotonic() - began)
+    return judge(version, samples, scores, thresholds, exact=exact, seconds=seconds)
 
 
 def sample(

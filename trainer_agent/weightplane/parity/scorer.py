@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,25 @@ class TransformersScorer:
         from transformers import AutoModelForCausalLM  # type: ignore[import-not-found, unused-ignore]
 
         self.dtype, self.head_dtype = dtype, head_dtype
-        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, dtype))
-        self.model: nn.Module = model.eval()
+        self._take(AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, dtype)), live=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, *, head_dtype: str = "float32") -> Self:
+        """Over a model of ``transformers`` that is being trained, as it is whenever it is asked: the scorer of a loop.
+
+        For the time of a pass it is in eval mode. Its parameters are whole: of a sharded model give a function that
+        gathers.
+        """
+        made = cls.__new__(cls)
+        made.dtype, made.head_dtype = str(next(model.parameters()).dtype).removeprefix("torch."), head_dtype
+        made._take(model, live=True)
+        return made
+
+    def _take(self, model: Any, *, live: bool) -> None:
+        self.model: nn.Module = model
         self._head: nn.Module = model.get_output_embeddings()
         self._exact: TransformersScorer | None = None
+        self._live = live
 
     @property
     def vocab_size(self) -> int:
@@ -58,7 +73,7 @@ class TransformersScorer:
 
     def exact(self, samples: Sequence[Sample]) -> list[list[float]]:
         """See ``Rounds``. A copy of the model is cast, once."""
-        if self._exact is None:
+        if self._exact is None or self._live:
             whole = copy.copy(self)
             whole.dtype = whole.head_dtype = "float32"
             whole.model = copy.deepcopy(self.model).float()
@@ -105,17 +120,19 @@ class TransformersScorer:
         given: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
             given["past_key_values"] = cache
-        with self._head_in(getattr(torch, head_dtype or self.head_dtype), weights or {}):
+        ids = ids.to(self._device)
+        with self._evaluating(), self._head_in(getattr(torch, head_dtype or self.head_dtype), weights or {}):
             out: Any = torch.func.functional_call(
                 self.model, dict(weights or {}), (), {"input_ids": ids, **given}, tie_weights=False
             )
         logits: Tensor = out.logits
-        return logits
+        return logits.cpu()
 
     @torch.no_grad()
     def keys(self, ids: Tensor) -> Any:
         """Keys and values of token ids int64 ``[1, t]``, for ``logits(cache=…)`` of this or another model."""
-        out: Any = self.model(input_ids=ids, use_cache=True)
+        with self._evaluating():
+            out: Any = self.model(input_ids=ids.to(self._device), use_cache=True)
         return out.past_key_values
 
     def of_logits(self, sample: Sample, logits: Tensor) -> list[float]:
@@ -123,6 +140,24 @@ class TransformersScorer:
         token's."""
         rows = logits[-len(sample.tokens) - 1 : -1]
         return [float(v) for v in processed_logprobs(rows, torch.tensor(sample.tokens), sample.sampling)]
+
+    @property
+    def _device(self) -> torch.device:
+        weight: Any = self._head.weight
+        found: torch.device = weight.device
+        return found
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """No dropout meanwhile; afterwards each module is in the mode that it was in."""
+        training = [m for m in self.model.modules() if m.training]
+        for m in training:
+            m.training = False
+        try:
+            yield
+        finally:
+            for m in training:
+                m.training = True
 
     @contextmanager
     def _head_in(self, dtype: torch.dtype, weights: Mapping[str, Tensor]) -> Iterator[None]:

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +27,7 @@ import torch
 
 from weightplane.controlplane.dial import Dial
 from weightplane.transports.retained import Retainer
-from weightplane.v1 import update_pb2
+from weightplane.v1 import fleet_pb2, update_pb2
 
 from .ahead import BindAhead
 from .collective import default_incarnation
@@ -40,6 +40,7 @@ from .publishing import Publishing
 from .receipt import PublishReceipt
 from .sources import Source
 from .stop import Stop
+from .telling import tell_parity
 
 __all__ = ["PublishHandle", "Publisher"]
 
@@ -268,6 +269,19 @@ class Publisher:
         """What became of an update (after ``OutcomeUnknown``). Raises ``CallRefused`` if it is not known."""
         self._check()
         return self._hold.questions.outcome(update_id, time.monotonic() + timeout)
+
+    def replicas(self, timeout: float = 10.0) -> list[fleet_pb2.ReplicaInfo]:
+        """The group's replicas as the control plane knows them. Raises ``CallRefused``, ``CoordinatorUnreachable``."""
+        self._check()
+        return self._hold.questions.replicas(time.monotonic() + timeout)
+
+    def tell_parity(self, update_id: str, results: Sequence[update_pb2.ParityResult], timeout: float = 10.0) -> None:
+        """Let the control plane have parity checks of a committed update (``weightplane.parity.loop`` makes them).
+
+        Raises as ``replicas``.
+        """
+        self._check()
+        tell_parity(self._hold, update_id, results, time.monotonic() + timeout)
 
     # --- close ---
 

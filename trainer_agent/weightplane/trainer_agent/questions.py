@@ -33,7 +33,7 @@ class Questions:
         while True:
             try:
                 # The last look has time of its own: what is left of the caller's may be too little for any answer.
-                seen = self._replicas(max(deadline, time.monotonic() + _LOOK_S))
+                seen = self.replicas(max(deadline, time.monotonic() + _LOOK_S))
                 replicas = {info.replica_id: _not_ready(info) for info in seen}
             except CoordinatorUnreachable:
                 if replicas is None or time.monotonic() < deadline:
@@ -48,7 +48,8 @@ class Questions:
             check()
             time.sleep(0.1)
 
-    def _replicas(self, deadline: float) -> list[fleet_pb2.ReplicaInfo]:
+    def replicas(self, deadline: float) -> list[fleet_pb2.ReplicaInfo]:
+        """The group's replicas as they are; none of a group that there is not."""
         try:
             answer: fleet_pb2.ListReplicasResponse = self._client.call(
                 "ListReplicas", fleet_pb2.ListReplicasRequest(group=self._group), deadline
