@@ -121,7 +121,59 @@ def test_what_is_wrong_is_said_in_a_line_with_the_commands_exit_codes(launched: 
     assert lost.returncode == 2 and "no.pem" in lost.stderr and "    at " not in lost.stderr, lost.stderr
     nobody = node("publish", "127.0.0.1:1", "--file", str(path))
     assert nobody.returncode == 3 and "no control plane answers" in nobody.stderr
-    assert node("drain", address, "--replica", "r9").returncode == 4
+    assert node("drain", address, "--replica", "r9").returncode == 7
+
+
+def test_a_command_line_that_is_wrong_is_told_before_anybody_is_dialled(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "one.safetensors", 1.0)
+    file = ["--file", str(path)]
+    for name, address, args, told in (
+        ("publish", "127.0.0.1:1", [*file, "--step", "x"], "--step: expected a whole number from 0, found 'x'"),
+        ("publish", "127.0.0.1:1", [*file, "--step", "9223372036854775808"], "--step: expected"),
+        ("publish", "127.0.0.1:99999", file, "a port from 1 to 65535"),
+        ("publish", "127.0.0.1", file, "expected host:port"),
+        ("publish", "", file, "expected host:port"),
+        ("publish", "10.255.0.1:7450", file, "WEIGHTPLANE_INSECURE=1"),
+        ("watch", "127.0.0.1:1", ["--lines", "0"], "--lines: expected a whole number from 1"),
+        ("watch", "cp.example:1", [], "WEIGHTPLANE_INSECURE=1"),
+        ("drain", "10.255.0.1:7450", ["--replica", "a"], "WEIGHTPLANE_INSECURE=1"),
+    ):
+        done = node(name, address, *args)
+        assert done.returncode == 2 and told in done.stderr and "    at " not in done.stderr, (args, done.stderr)
+    helped = node("publish", "127.0.0.1:1", "--help")
+    assert helped.returncode == 0 and "usage:" in helped.stdout
+
+
+def test_a_step_keeps_all_its_64_bits(launched: Launched, tmp_path: Path) -> None:
+    path, address = tiny(tmp_path / "one.safetensors", 1.0), plane(launched)
+    replica(launched, address, "a", path, tmp_path)
+    step = 2**53 + 1
+    with grpc.insecure_channel(address) as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        eventually(lambda: fleet.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=10).groups, "the group is made")
+        done = node("publish", address, "--file", str(path), "--step", str(step))
+        assert done.returncode == 0, done.stderr
+        assert fleet.GetGroup(fleet_pb2.GetGroupRequest(group="g"), timeout=10).group.committed_step == step
+
+
+def test_ctrl_c_ends_a_call_that_waits_for_a_replica(launched: Launched, tmp_path: Path) -> None:
+    """The replica stands still before it is armed: nothing is sent, and no stream could be cancelled."""
+    path, address = tiny(tmp_path / "one.safetensors", 1.0), plane(launched)
+    replica(launched, address, "a", path, tmp_path, WEIGHTPLANE_FAILPOINTS="replica.arm.before=block:20")
+    with grpc.insecure_channel(address) as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        eventually(lambda: fleet.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=10).groups, "the group is made")
+        trainer = subprocess.Popen(command("publish", address, "--file", str(path)), stderr=subprocess.PIPE, text=True)
+
+        def phase() -> int:
+            updates = fleet.ListUpdates(fleet_pb2.ListUpdatesRequest(group="g"), timeout=10).updates
+            return updates[0].phase if updates else 0
+
+        eventually(lambda: phase() == update_pb2.UPDATE_PHASE_TRANSFERRING, "it waits for the replica to be armed")
+        trainer.send_signal(signal.SIGINT)
+        told = trainer.communicate(timeout=15)[1]
+        assert trainer.returncode == 130 and "SIGINT" in told, told
+        eventually(lambda: phase() == update_pb2.UPDATE_PHASE_ABORTED, "the update ends")
 
 
 def test_a_control_plane_that_is_killed_with_the_answer_on_its_way_is_asked_again(
@@ -174,7 +226,7 @@ def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishe
         eventually(lambda: phase() == update_pb2.UPDATE_PHASE_TRANSFERRING, "it sends")
         os.kill(trainer.pid, number)
         told = trainer.communicate(timeout=30)[1]
-        assert trainer.returncode == (-9 if number == signal.SIGKILL else 5), told
+        assert trainer.returncode == (-9 if number == signal.SIGKILL else 130), told
         assert number == signal.SIGKILL or "SIGTERM" in told
         eventually(lambda: phase() == update_pb2.UPDATE_PHASE_ABORTED, "the update ends")
     done = node("publish", address, "--file", str(path), "--takeover")

@@ -1,8 +1,8 @@
 #!/usr/bin/env node
 // Publish a safetensors file to a group: init, start, update, finish.
 
-import { failWith, options } from "../src/command.js";
-import { readSafetensors } from "../src/model.js";
+import { EXIT, failWith, options, whole } from "../src/command.js";
+import { readSafetensors } from "../src/safetensors.js";
 import { Trainer } from "../src/trainer.js";
 
 const usage = "publish.js [--address HOST:PORT] --group GROUP --file model.safetensors [--step N] [--takeover]";
@@ -10,13 +10,14 @@ const { values, ...where } = options(["file", "step", "takeover"], usage);
 
 let trainer;
 for (const signal of ["SIGINT", "SIGTERM"]) {
-  process.once(signal, () => (trainer ? trainer.stop(`${signal}: ended by its user`) : process.exit(130)));
+  process.once(signal, () => (trainer ? trainer.stop(`${signal}: ended by its user`) : process.exit(EXIT.interrupted)));
 }
 try {
+  const step = whole("step", values.step ?? "1");
   const tensors = readSafetensors(values.file);
   trainer = new Trainer({ ...where, group: values.group, takeover: values.takeover ?? false });
   await trainer.init();
-  const done = await trainer.publish(tensors, Number(values.step ?? 1));
+  const done = await trainer.publish(tensors, step);
   await trainer.close();
   const { version, update_id, bytes, seconds } = done;
   const replicas = Object.fromEntries(done.outcomes.map((o) => [o.replica_id, o.state.replace("WEIGHTS_STATE_", "")]));

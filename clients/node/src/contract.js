@@ -6,6 +6,8 @@ import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
 import loader from "@grpc/proto-loader";
 import protobuf from "protobufjs";
+import { dialled } from "./address.js";
+import { Misuse } from "./misuse.js";
 
 const PROTO = process.env.WEIGHTPLANE_PROTO || join(dirname(fileURLToPath(import.meta.url)), "..", "..", "..", "proto");
 const FILES = ["agent", "fleet", "transport", "weight_transfer"].map((name) => `weightplane/v1/${name}.proto`);
@@ -47,9 +49,16 @@ export function reasonOf(error) {
   return "";
 }
 
-/** Plaintext (loopback alone), or TLS from PEM buffers; with `token` a bearer token in each call's metadata. */
-export function credentials({ ca, cert, key } = {}) {
-  return ca ? grpc.credentials.createSsl(ca, key, cert) : grpc.credentials.createInsecure();
+/** A client of a service. TLS from PEM buffers where there is a `ca`; else plaintext, to this machine alone unless
+ * WEIGHTPLANE_INSECURE=1. Throws a `Misuse` for an address or files that cannot be used. */
+export function connect(Service, address, { ca, cert, key } = {}, options = {}) {
+  dialled(address, ca);
+  if (!ca) return new Service(address, grpc.credentials.createInsecure(), options);
+  try {
+    return new Service(address, grpc.credentials.createSsl(ca, key, cert), options);
+  } catch (error) {
+    throw new Misuse(`the PEM files for TLS cannot be used: ${error.message}`);
+  }
 }
 
 /** Metadata for a call: the bearer token, if there is one. */
@@ -59,11 +68,17 @@ export function metadata(token) {
   return made;
 }
 
-/** A unary call as a promise. Every call has a deadline: the server refuses those without. */
-export function call(client, method, request, { timeoutMs = 30_000, token = "" } = {}) {
+/** A unary call as a promise; `under` holds it, to be cancelled, while it lasts. Every call has a deadline: the server
+ * refuses those without. */
+export function call(client, method, request, { timeoutMs = 30_000, token = "", under = new Set() } = {}) {
   return new Promise((resolve, reject) => {
     const options = { deadline: Date.now() + timeoutMs };
-    client[method](request, metadata(token), options, (error, answer) => (error ? reject(error) : resolve(answer)));
+    const made = client[method](request, metadata(token), options, (error, answer) => {
+      under.delete(made);
+      if (error) reject(error);
+      else resolve(answer);
+    });
+    under.add(made);
   });
 }
 

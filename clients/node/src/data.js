@@ -1,14 +1,15 @@
 // The data of the `grpc` transport: one stream of TensorService to each receiver, chunks of at most 2 MiB.
 
 import { setTimeout as sleep } from "node:timers/promises";
-import { credentials, grpc, v1 } from "./contract.js";
+import { connect, grpc, v1 } from "./contract.js";
 
 const CHUNK = 2 << 20;
 const RETRY_MS = 50; // while the receiver has not opened the channel yet
 
 /** One receiver's stream for one update. */
 export class Stream {
-  constructor(binding, receiver, opening) {
+  /** `tls`: the certificate and key that a data port may ask for. */
+  constructor(binding, receiver, opening, { cert, key } = {}) {
     const { address, ca_pem: ca } = binding.offers[receiver].grpc;
     this.receiver = receiver;
     this.key = binding.key;
@@ -17,7 +18,7 @@ export class Stream {
     this.waiting = [];
     this.failure = null;
     const options = { "grpc.max_send_message_length": 4 << 20 };
-    this.client = new v1.TensorService(address, ca.length ? credentials({ ca }) : credentials(), options);
+    this.client = connect(v1.TensorService, address, ca.length ? { ca, cert, key } : {}, options);
   }
 
   /** Open, again and again while the receiver says NOT_FOUND. */

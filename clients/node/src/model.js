@@ -1,7 +1,6 @@
-// A model: its manifest (names, dtypes, shapes in one order) and the bytes of each tensor; read from safetensors.
+// A model: its manifest (names, dtypes, shapes in one order) and the bytes of each tensor.
 
 import { createHash } from "node:crypto";
-import { readFileSync } from "node:fs";
 
 /** Bytes per stored element of every dtype that may travel. */
 const SIZE = {
@@ -11,49 +10,15 @@ const SIZE = {
   float4_e2m1fn_x2: 1,
 };
 
-/** safetensors' names of dtypes, and the contract's. */
-const NAMES = {
-  ...{ BOOL: "bool", U8: "uint8", I8: "int8", U16: "uint16", I16: "int16", U32: "uint32", I32: "int32" },
-  ...{ U64: "uint64", I64: "int64", F16: "float16", BF16: "bfloat16", F32: "float32", F64: "float64" },
-  ...{ F8_E4M3: "float8_e4m3fn", F8_E5M2: "float8_e5m2", F8_E8M0: "float8_e8m0fnu" },
-};
+/** Bytes per stored element. */
+export function dtypeBytes(dtype) {
+  return SIZE[dtype];
+}
 
 /** The manifest's id: SHA-256 of the canonical JSON of its entries, cut to 128 bits. */
 export function manifestId(tensors) {
   const rows = tensors.map((t) => [t.name, t.dtype, t.shape, t.alias_of || ""]);
   return `m-${createHash("sha256").update(JSON.stringify(rows), "utf8").digest("hex").slice(0, 32)}`;
-}
-
-/** A safetensors file: `[{name, dtype, shape, bytes}]`, in the order of their bytes. Throws an error that names what is
- * wrong with the file. */
-export function readSafetensors(path) {
-  const file = readFileSync(path);
-  const broken = (why) => new Error(`${path}: ${why}`);
-  if (file.length < 8) throw broken(`expected a safetensors file, found ${file.length} bytes`);
-  const length = Number(file.readBigUInt64LE(0));
-  if (length > file.length - 8) throw broken(`expected a header of ${length} bytes, the file ends before`);
-  let header;
-  try {
-    header = JSON.parse(file.subarray(8, 8 + length).toString("utf8"));
-  } catch (error) {
-    throw broken(`the header is no JSON: ${error.message}`);
-  }
-  const data = file.subarray(8 + length);
-  const tensors = [];
-  for (const [name, said] of Object.entries(header)) {
-    if (name === "__metadata__") continue;
-    const dtype = NAMES[said.dtype];
-    if (!dtype) throw broken(`tensor ${name} has dtype ${said.dtype}, which cannot travel`);
-    const [begin, end] = said.data_offsets;
-    const nbytes = said.shape.reduce((a, b) => a * b, SIZE[dtype]);
-    if (end - begin !== nbytes || end > data.length) {
-      throw broken(`tensor ${name}: expected ${nbytes} bytes at ${begin}, found ${Math.min(end, data.length) - begin}`);
-    }
-    tensors.push({ name, dtype, shape: said.shape, begin, bytes: data.subarray(begin, end) });
-  }
-  if (!tensors.length) throw broken("no tensor is in it");
-  tensors.sort((a, b) => a.begin - b.begin);
-  return tensors;
 }
 
 /** The row-major bytes of a box (`[[start, stop], ...]`) of a tensor; a view where they lie in one piece. */

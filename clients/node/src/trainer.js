@@ -2,9 +2,10 @@
 
 import { randomUUID } from "node:crypto";
 import { setTimeout as sleep } from "node:timers/promises";
-import { call, credentials, grpc, metadata, reasonOf, v1 } from "./contract.js";
+import { call, connect, grpc, metadata, reasonOf, v1 } from "./contract.js";
 import { Stream } from "./data.js";
 import { digest } from "./digest.js";
+import { aborted, Interrupted, UpdateFailed } from "./failures.js";
 import { hostId } from "./host.js";
 import { manifestId, slice } from "./model.js";
 import { fetchPlan } from "./plan.js";
@@ -13,16 +14,12 @@ const MEMBER = "rank/0";
 const PAGE = 4000; // tensors or digests of one call: gRPC's messages end at 4 MB
 const ROUNDS = 4; // of binding again, should replicas come and go meanwhile
 const CALL_MS = 30_000;
+const TIDY_MS = 10_000;
 const RETRY_MS = 200;
 const WORD_MS = 1000;
 const FENCED = "another trainer took the group over: stop, and do not init again";
 const UNKNOWN = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED, grpc.status.CANCELLED]);
 const OVER = new Set(["UPDATE_PHASE_ABORTING", "UPDATE_PHASE_ABORTED"]);
-
-/** Why an update did not commit: the coordinator's failure, with `update`. */
-export class UpdateFailed extends Error {
-  name = "UpdateFailed";
-}
 
 /** One at a time: `await init()`, then `publish` as often as you like, then `close()`. */
 export class Trainer {
@@ -33,25 +30,38 @@ export class Trainer {
     this.token = token;
     this.incarnation = randomUUID();
     this.generation = "0";
-    this.client = new v1.WeightTransferService(address, credentials(tls));
+    this.tls = tls;
+    this.client = connect(v1.WeightTransferService, address, tls);
     this.known = new Set();
+    this.calls = new Set(); // that are under way
+    this.stopped = null; // why, once `stop` was called
     this.closed = false;
-    this.update = null; // the one that is open: {requestId, id, epoch, streams, failure}
+    this.update = null; // the one that is open: {requestId, opening, id, streams, failure}
   }
 
-  /** One call. While nobody answers it is made again with the same request_id, so that it is carried out once. */
+  /** One call. While nobody answers it is made again with the same request_id, so that it is carried out once. Ends at
+   * once when we are stopped, or the open update failed. */
   async #call(method, fields, timeoutMs = CALL_MS) {
     const request = { request_id: randomUUID(), group: this.group, generation: this.generation, ...fields };
     const end = Date.now() + timeoutMs;
+    const ended = () => this.stopped ?? this.update?.failure;
     for (;;) {
+      if (ended()) throw ended();
       try {
-        return await call(this.client, method, request, { timeoutMs: end - Date.now(), token: this.token });
+        return await call(this.client, method, request, { timeoutMs: end - Date.now(), token: this.token, under: this.calls });
       } catch (error) {
+        if (ended()) throw ended();
         const asked = error.code === grpc.status.UNAVAILABLE && reasonOf(error) === "";
-        if (!asked || this.generation === "0" || this.update?.failure || Date.now() + RETRY_MS > end) throw error;
+        if (!asked || this.generation === "0" || Date.now() + RETRY_MS > end) throw error;
         await sleep(RETRY_MS);
       }
     }
+  }
+
+  /** A call that tidies up: also once we have failed. */
+  #tidy(method, fields) {
+    const request = { request_id: randomUUID(), group: this.group, generation: this.generation, ...fields };
+    return call(this.client, method, request, { timeoutMs: TIDY_MS, token: this.token });
   }
 
   /** Phase 1: take the hold on the group, or bind again under it. */
@@ -104,6 +114,7 @@ export class Trainer {
     if (!update || update.failure) return;
     update.failure = error;
     for (const stream of update.streams) stream.abort(error);
+    for (const made of this.calls) made.cancel();
   }
 
   /** Send the manifest and say that we hold all of it, once. */
@@ -123,7 +134,7 @@ export class Trainer {
   async publish(tensors, step, { timeoutMs = 120_000 } = {}) {
     const began = performance.now();
     const id = manifestId(tensors);
-    this.update = { requestId: randomUUID(), streams: [], failure: null };
+    this.update = { requestId: randomUUID(), streams: [], failure: null, opening: false };
     try {
       const started = await this.#start(tensors, id, step, timeoutMs);
       const bytes = await this.#send(tensors, started);
@@ -133,8 +144,9 @@ export class Trainer {
     } catch (error) {
       const failed = await this.#cause(error);
       this.#fail(failed);
-      if (this.update.id) await this.#abort(failed);
-      throw failed;
+      const update = this.update.opening ? await this.#abort(failed) : null;
+      if (update?.phase !== "UPDATE_PHASE_COMMITTED") throw failed;
+      return { ...update, bytes: 0, seconds: (performance.now() - began) / 1000 }; // decided before: that counts
     } finally {
       for (const stream of this.update.streams) stream.abort(new Error("the update is over"));
       this.update = null;
@@ -152,11 +164,13 @@ export class Trainer {
     for (let round = 1; ; round++) {
       try {
         await this.#announce(tensors, id);
+        this.update.opening = true;
         const started = await this.#call("StartUpdate", { ...request, update_timeout_ms: String(timeoutMs) }, timeoutMs);
         this.update.id = started.update_id;
         return started;
       } catch (error) {
         const reason = reasonOf(error);
+        if (reason) this.update.opening = false; // refused, or over by now
         if (round === ROUNDS || !["REBIND_REQUIRED", "UNKNOWN_MANIFEST"].includes(reason)) throw error;
         this.known.delete(id);
         if (reason === "REBIND_REQUIRED") await this.init();
@@ -203,16 +217,17 @@ export class Trainer {
     const deadline = Date.now() + Number(started.remaining_ms);
     const named = this.#named(started);
     let sent = 0;
-    await this.#call("UpdateWeights", { ...named, seq, buckets }, Number(started.remaining_ms)); // all are armed now
+    const armed = await this.#call("UpdateWeights", { ...named, seq, buckets }, Number(started.remaining_ms));
     for (const channel of channels) {
       const fetch = async (page) => (await this.#call("GetPlan", { plan_id: channel.plan_id, page })).page;
       const plan = await fetchPlan(fetch);
       const binding = this.channels.get(channel.channel_id);
-      const mine = plan.buckets.filter((b) => b.sender === MEMBER);
+      const left = armed.excluded_channels.includes(channel.channel_id); // nobody receives by it any more
+      const mine = left ? [] : plan.buckets.filter((b) => b.sender === MEMBER);
       const opening = { ...named, channel_id: channel.channel_id, generation: this.generation, sender: MEMBER };
       const streams = new Map();
       for (const receiver of new Set(mine.flatMap((b) => b.receivers))) {
-        const stream = new Stream(binding, receiver, opening);
+        const stream = new Stream(binding, receiver, opening, this.tls);
         streams.set(receiver, stream);
         this.update.streams.push(stream);
         await stream.open(deadline);
@@ -240,15 +255,18 @@ export class Trainer {
     }
   }
 
-  /** Give the open update up. What fails here is no news: the coordinator ends it by its deadline all the same. */
+  /** Give the open update up; what became of it. What fails here is no news: the coordinator ends it by its deadline. */
   async #abort(error) {
-    const reason = String(error.message ?? error).slice(0, 1000);
-    await this.#call("AbortUpdate", { update_id: this.update.id, reason }, 5000).catch(() => {});
+    const reason = String(error.message ?? error).slice(0, 500);
+    const answer = await this.#tidy("AbortUpdate", { update_id: this.update.id ?? "", reason }).catch(() => null);
+    return answer?.update;
   }
 
-  /** Abort what is open, from a signal handler, say. */
+  /** End whatever we do, and abort what is open: from a signal handler, say. Only `close` goes on. */
   stop(reason) {
-    this.#fail(new UpdateFailed(reason));
+    this.stopped ??= new Interrupted(reason);
+    this.#fail(this.stopped);
+    for (const made of this.calls) made.cancel();
   }
 
   /** Give up the hold. */
@@ -257,18 +275,12 @@ export class Trainer {
     this.closed = true;
     this.watch = null;
     try {
-      if (this.generation !== "0") await this.#call("CloseTransfer", {}, 5000);
+      if (this.generation !== "0") await this.#tidy("CloseTransfer", {});
     } finally {
       watch?.cancel();
       this.client.close();
     }
   }
-}
-
-function aborted(update) {
-  const failure = new UpdateFailed(`${update.failure?.reason ?? ""} ${update.failure?.message ?? "aborted"}`);
-  failure.update = update;
-  return failure;
 }
 
 function region(tensors, r) {
