@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from weightplane.cli.main import app
-from weightplane.parity.audit import audit
-from weightplane.parity.reading import EngineUnreadable, read_config, read_server
-from weightplane.parity.settings import Declared, EngineSettings, declared_from
+from weightplane.inference_agent.engines.vllm.audit import audit
+from weightplane.inference_agent.engines.vllm.reading import EngineUnreadable, read_config, read_server
+from weightplane.inference_agent.engines.vllm.settings import Declared, EngineSettings, declared_from
 
 GOOD = EngineSettings(
     engine_version="0.32.0",

@@ -73,6 +73,8 @@ class World:
         self.running.coordinator.ensure("g").submit(Tick())  # the first one counts as a change: not in between
         await self.replica.start()
         self.obeying = pausing(self.replica)
+        told = cm.Condition(type="Dtype", status=cm.CONDITION_STATUS_TRUE)
+        self.replica.say(ag.SessionRequest(conditions=ag.EngineConditions(conditions=[told])))
         if stage == "joined":
             return
         await self.settled()
@@ -499,8 +501,11 @@ def _session(w: World) -> list[ag.SessionRequest]:
         running_requests=2,
     )
     beat = ag.Heartbeat(sequence=1, progress=5)
+    odd: dict[str, Any] = {"reason": "NotAsDeclared", "message": "it is raw", "setting": "--logprobs-mode"}
+    condition = cm.Condition(type="LogprobsMode", status=cm.CONDITION_STATUS_FALSE, **odd)
     return [
         ag.SessionRequest(hello=hello),
+        ag.SessionRequest(conditions=ag.EngineConditions(conditions=[condition])),
         ag.SessionRequest(report=report),
         ag.SessionRequest(heartbeat=beat),
         ag.SessionRequest(goodbye=ag.Goodbye(reason="scaling in")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -52,12 +53,12 @@ class ParityEngine:
     def __enter__(self) -> Self:
         self._fleet.__enter__()
         source = StateDictSource(self._live)
-        self._publisher = Publisher(self._plane.address, GROUP, source, trainer_id="t").__enter__()
+        self.publisher = Publisher(self._plane.address, GROUP, source, trainer_id="t").__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         try:
-            self._publisher.__exit__(*error)
+            self.publisher.__exit__(*error)
         finally:
             self._fleet.__exit__(*error)
 
@@ -75,8 +76,35 @@ class ParityEngine:
         for k, t in self._tensors[name].items():
             self._live[k].copy_(t)
         self.version_before, self.before = self.version, self.held
-        self.version = self._publisher.publish(self._step, cache=cache, pause="keep", verify="full").version
+        self.receipt = self.publisher.publish(self._step, cache=cache, pause="keep", verify="full")
+        self.version = self.receipt.version
         self.held = name
+
+    @property
+    def replica(self) -> Any:
+        """As the control plane knows it."""
+        return self._fleet.replica("a")
+
+    @property
+    def requests(self) -> int:
+        """In flight, as vLLM counts them."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return int(
+            sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running"))
+        )
+
+    @property
+    def routable(self) -> bool:
+        return self._fleet.routable("a")
+
+    def policy(self, **fields: Any) -> None:
+        """The group's policies from now on."""
+        request = fleet_pb2.UpdateGroupRequest(
+            request_id=uuid4().hex, group=GROUP, policy=fleet_pb2.GroupPolicy(**fields)
+        )
+        with connect(self._plane.address, timeout=30) as c:
+            c.fleet.UpdateGroup(request, timeout=30)
 
     def plant(self, what: str = "", tensor: str = "") -> None:
         """See ``ParityPlants.plant``. What stays old at a load is what it holds now. Publish after the end of one."""

@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,20 +18,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.inference_agent.server import Server
+from tests.inference_agent.server import Server, eventually
 from weightplane.cli.main import app
-from weightplane.parity.audit import audit
+from weightplane.inference_agent.engines.vllm.audit import audit
+from weightplane.inference_agent.engines.vllm.reading import read_server
+from weightplane.inference_agent.engines.vllm.settings import Declared
 from weightplane.parity.diagnosing import Evidence, diagnose
 from weightplane.parity.diagnosis import Diagnosis
+from weightplane.parity.loop import LoopCheck
 from weightplane.parity.probe import sample
-from weightplane.parity.reading import read_server
 from weightplane.parity.samples import Plan, Sample, Sampling, draw_prompts
-from weightplane.parity.settings import Declared
 from weightplane.parity.stats import compare
 from weightplane.parity.thresholds import BY_DTYPE
 from weightplane.parity.variants import Variants
+from weightplane.v1 import common_pb2, fleet_pb2, update_pb2
 
 from .parity_engine import ENVIRONMENT, OPTIONS, ParityEngine
+from .parity_fresh import standing_in
 from .servers import VllmServer
 
 pytestmark = [
@@ -283,6 +287,74 @@ def test_the_command_names_the_cause(engine: ParityEngine, tmp_path: Path) -> No
     words[3] = str(engine.folders[engine.held])
     code, found = cli("diagnose", *words)
     assert code == 0 and found["kind"] == "none"
+
+
+@pytest.mark.parametrize(("cache", "cause"), [("clear", "none"), ("keep", "stale-kv-in-flight")])
+def test_the_command_keeps_a_request_in_flight_through_an_update(
+    engine: ParityEngine, tmp_path: Path, cache: str, cause: str
+) -> None:
+    before, after = engine.held, engine.other
+    words = ["--url", engine.url, "--checkpoint", str(engine.folders[after]), "--report", str(tmp_path)]
+    words += ["--previous", str(engine.folders[before]), "--prompts", "1", "--sampling", "1", "--tokens", "32"]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(cli, "diagnose", *words, "--in-flight", "240", "--seed", str(SEED))
+        eventually(lambda: engine.requests > 0 or running.done(), 120, "a request is in flight")
+        engine.publish(after, cache)
+        code, found = running.result(240)
+    healed(engine)
+    assert found.get("cause") == cause, found
+    assert code == (0 if cause == "none" else 4) and found["in_flight"] >= 1
+
+
+def test_a_fresh_engine_is_asked_for_the_same_tokens(engine: ParityEngine, tmp_path: Path) -> None:
+    engine.plant("tensors", "layers.0.self_attn.q_proj")
+    engine.publish(engine.other)
+    words = ["--url", engine.url, "--checkpoint", str(engine.folders[engine.held]), "--report", str(tmp_path)]
+    words += ["--prompts", "1", "--sampling", "1", "--tokens", "24"]
+    with standing_in(engine.scorers[engine.held]) as fresh:  # for an engine that was just started from it
+        code, found = cli("diagnose", *words, "--fresh", fresh)
+    healed(engine)
+    assert code == 4 and found["cause"] == "unknown" and found["kind"] == "inference-path"
+    reruns = {name: stats["mean_abs"] for name, stats in found["reruns"].items()}
+    assert reruns["fresh"] <= BOUNDS.mean_abs < 100 * BOUNDS.mean_abs < reruns["rescored"]
+
+
+def test_a_replica_tells_its_conditions_as_it_joins_and_one_may_block_it(engine: ParityEngine) -> None:
+    def told() -> dict[str, str]:
+        return {c.type: c.status for c in engine.replica.conditions}
+
+    eventually(lambda: bool(told()), 60, "conditions are told")
+    assert set(told().values()) == {"True"} and {"Audit", "LogprobsMode", "HeadDtype", "CachePolicy"} <= set(told())
+    if not engine.version:
+        engine.publish(engine.other)
+    assert engine.routable
+    engine.policy(declared={"dtype": "bfloat16"}, cache=common_pb2.CACHE_POLICY_KEEP, blocking=["Dtype"])
+    eventually(lambda: told()["Dtype"] == "False", 60, "judged anew")
+    assert {k for k, v in told().items() if v == "False"} == {"Dtype", "PrefixCaching", "CachePolicy"}
+    assert not engine.routable
+    engine.policy(declared={"engine_colour": "blue"})
+    eventually(lambda: told()["Audit"] == "Unknown", 60, "what is not understood is told")
+    assert engine.routable
+    engine.policy()
+    eventually(lambda: set(told().values()) == {"True"}, 60, "all as declared")
+
+
+def test_a_check_in_the_loop_that_fails_keeps_its_replica_out_until_the_next_update(engine: ParityEngine) -> None:
+    check = LoopCheck(lambda samples: engine.scorers[engine.held].score(samples), every=100, vocab=512)
+    engine.policy(parity=fleet_pb2.PARITY_POLICY_QUARANTINE)
+    engine.plant("tensors", "layers.1.self_attn.q_proj")
+    engine.publish(engine.other)
+    (found,) = check(engine.publisher, engine.receipt)
+    assert found.verdict == update_pb2.PARITY_VERDICT_NOT_AT_PARITY and found.mean_abs > 0.01
+    assert engine.replica.admin == "QUARANTINED" and "mean_abs" in engine.replica.failure.message
+    (kept,) = engine.publisher.outcome(engine.receipt.update_id).parity
+    assert kept == found
+    healed(engine)
+    (found,) = check(engine.publisher, engine.receipt)
+    engine.policy()
+    assert found.verdict == update_pb2.PARITY_VERDICT_AT_PARITY and found.mean_abs <= 1e-5 and found.ess >= 0.999
+    assert engine.replica.admin == "ACTIVE" and engine.replica.held.version == engine.version
+    assert check(engine.publisher, engine.receipt) == (), "all is well, so it is not due"
 
 
 def test_the_audit_finds_what_a_real_engine_was_started_with(engine: ParityEngine, half: VllmServer) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from weightplane.parity.audit import audit
-from weightplane.parity.reading import read_config
-from weightplane.parity.settings import Declared, EngineSettings
+from weightplane.inference_agent.engines.vllm.audit import audit
+from weightplane.inference_agent.engines.vllm.reading import read_config
+from weightplane.inference_agent.engines.vllm.settings import Declared, EngineSettings
 
 from .models import ENVIRONMENT
 

@@ -10,6 +10,7 @@ from weightplane.v1 import fleet_pb2, update_pb2, weight_transfer_pb2
 from weightplane.v1.common_pb2 import PauseMode
 
 from .client import DEFAULT_ADDRESS, AddressOption, Connection, GroupOption, JsonOption, connect, request_id
+from .conditions import show_conditions
 from .exits import Exit
 from .output import console, emit_json, err, message_dict, phase_name, reason_name, seconds, short_name, table
 from .reach import reached_by, transports_table
@@ -28,6 +29,9 @@ def status(
     group: Annotated[str, typer.Option("--group", "-g", help="Show this group's replicas; none = every group.")] = "",
     transports: Annotated[
         bool, typer.Option("--transports", "-t", help="With -g: also how each worker is reached, and why so.")
+    ] = False,
+    conditions: Annotated[
+        bool, typer.Option("--conditions", "-c", help="With -g: also each condition of each engine's settings.")
     ] = False,
     address: AddressOption = DEFAULT_ADDRESS,
     as_json: JsonOption = False,
@@ -53,7 +57,8 @@ def status(
             table("groups", ["group", "version", "step", "routable", "trainer", "open update"], rows)
             return
         got = c.fleet.GetGroup(fleet_pb2.GetGroupRequest(group=group), timeout=c.timeout)
-        replicas = c.fleet.ListReplicas(fleet_pb2.ListReplicasRequest(group=group, transports=True), timeout=c.timeout)
+        ask = fleet_pb2.ListReplicasRequest(group=group, transports=True, conditions=True)
+        replicas = c.fleet.ListReplicas(ask, timeout=c.timeout)
     if as_json:
         emit_json({"group": message_dict(got.group), "replicas": [message_dict(r) for r in replicas.replicas]})
         return
@@ -63,6 +68,7 @@ def status(
         f"epoch {g.epoch}, {g.routable}/{g.replicas} routable"
     )
     _replica_table(list(replicas.replicas), reached=True)
+    show_conditions(replicas.replicas, conditions)
     if transports:
         transports_table(replicas.replicas)
 

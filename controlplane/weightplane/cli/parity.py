@@ -9,7 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .client import JsonOption, one_of
+from weightplane.v1 import fleet_pb2
+from weightplane.v1.common_pb2 import CachePolicy, PauseMode
+
+from .client import DEFAULT_ADDRESS, AddressOption, JsonOption, connect, one_of
 from .exits import Exit
 from .output import complain, console, emit_json, table
 
@@ -34,21 +37,27 @@ def audit(
     ] = None,
     cache: Annotated[str, typer.Option("--cache", help="Cache policy that updates use: clear, keep or salt.")] = "",
     pause: Annotated[str, typer.Option("--pause", help="Pause mode that updates use: keep, wait or abort.")] = "",
+    group: Annotated[
+        str, typer.Option("--group", "-g", help="Take from this group what is not given: declarations, cache, pause.")
+    ] = "",
+    address: AddressOption = DEFAULT_ADDRESS,
     as_json: JsonOption = False,
 ) -> None:
     """Judge an engine against what its group declares. Exit 4 if a setting is not as declared, 3 if none answers."""
-    from weightplane.parity.audit import audit as judge
-    from weightplane.parity.reading import EngineUnreadable, read_server
-    from weightplane.parity.settings import declared_from
+    from weightplane.inference_agent.engines.vllm.audit import audit as judge
+    from weightplane.inference_agent.engines.vllm.reading import EngineUnreadable, read_server
+    from weightplane.inference_agent.engines.vllm.settings import declared_from
 
     one_of("--cache", cache, ("", "clear", "keep", "salt"))
     one_of("--pause", pause, ("", "keep", "wait", "abort"))
+    told = _policy(group, address, as_json)
+    cache, pause = cache or _word(CachePolicy, told.cache), pause or _word(PauseMode, told.pause)
     try:
-        declared = declared_from(declare or [])
+        declared = declared_from([*(f"{k}={v}" for k, v in sorted(told.declared.items())), *(declare or [])])
     except ValueError as error:
         raise typer.BadParameter(f"--declare {error}") from None
     try:
-        # What a publish does that does not say is the group's default: clear, keep.
+        # What a publish does that does not say is the group's: by default clear, keep.
         found = replace(read_server(url), cache_policy=cache or "clear", pause_mode=pause or "keep")
     except EngineUnreadable as error:
         code = Exit.REFUSED if error.reachable else Exit.UNREACHABLE
@@ -71,6 +80,18 @@ def audit(
         console.print(f"{len(wrong)} not as declared, {len(unknown)} not known")
     if wrong:
         raise typer.Exit(Exit.REFUSED)
+
+
+def _policy(group: str, address: str, as_json: bool) -> fleet_pb2.GroupPolicy:
+    """A group's policies; defaults without a group."""
+    if not group:
+        return fleet_pb2.GroupPolicy()
+    with connect(address, as_json=as_json, group=group) as c:
+        return c.fleet.GetGroup(fleet_pb2.GetGroupRequest(group=group), timeout=c.timeout).group.policy
+
+
+def _word(enum: Any, number: int) -> str:
+    return "" if not number else str(enum.Name(number)).rpartition("_")[2].lower()
 
 
 CheckpointOption = Annotated[
@@ -150,6 +171,12 @@ def diagnose(
     previous: Annotated[
         Path | None, typer.Option("--previous", help="The version before: stale weights and caches are told by it.")
     ] = None,
+    in_flight: Annotated[
+        float,
+        typer.Option(
+            "--in-flight", min=0, help="Seconds to keep requests in flight until an update meets one; 0 = none."
+        ),
+    ] = 0,
     fresh: Annotated[str, typer.Option("--fresh", help="URL of an engine freshly started from --checkpoint.")] = "",
     scorer: Annotated[
         str, typer.Option("--scorer", help="module:function: what the training job itself computes, judged too.")
@@ -193,6 +220,7 @@ def diagnose(
                 previous=previous,
                 fresh=fresh,
                 cache_policy=cache,
+                in_flight=in_flight,
             ),
             report,
         ),

@@ -29,6 +29,7 @@ from weightplane.transports.serving import order_of
 from weightplane.v1 import agent_pb2
 
 from . import codec
+from .auditing import Auditor
 from .engines.base import Engine
 from .faults import failure_of
 from .hello import enabled_transports, hello_message
@@ -122,6 +123,7 @@ class InferenceAgent:
         self._session: ControlSession | None = None
         self._helper: HeartbeatHelper | None = None
         self._ops: Operations | None = None
+        self._auditor: Auditor | None = None
         self._state = core.ReplicaState(replica_id, "")
         self._life = ""
         self._told: tuple[float, int] = (0.0, 0)
@@ -243,6 +245,7 @@ class InferenceAgent:
             self._events.put,
             lambda why: self._events.put(_Superseded(why)),
         )
+        self._auditor = Auditor(engine, self._session.tell)
         self._handle(core.EngineHeld(engine.held(), bool(engine.mixed()), engine.mixed()))
         if self._beats:
             self._helper = HeartbeatHelper(self.dial, self.group, self.replica_id, incarnation)
@@ -313,6 +316,8 @@ class InferenceAgent:
         if self._state.newest is desired:
             orders = [order_of(m, self.group) for m in message.serve]
             self._ops.serve(orders)
+            if self._auditor is not None and message.HasField("declared"):
+                self._auditor.judge(codec.declaration(message.declared))
             if self._state.taking is None:
                 self._ops.look_ahead(message.committed_manifest_id, self._state.epoch)
 

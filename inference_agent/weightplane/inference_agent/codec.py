@@ -11,6 +11,8 @@ from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import (
     CachePolicy,
     Channel,
+    Condition,
+    Declaration,
     Evidence,
     Held,
     Mode,
@@ -26,6 +28,8 @@ from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.v1 import agent_pb2, common_pb2, tensor_pb2, transport_pb2, update_pb2
 
 __all__ = [
+    "conditions_message",
+    "declaration",
     "desired",
     "enum",
     "failure",
@@ -129,6 +133,28 @@ def report_message(
     if r.failure is not None:
         m.failure.CopyFrom(failure_message(r.failure))
     return m
+
+
+def conditions_message(conditions: Sequence[Condition]) -> agent_pb2.EngineConditions:
+    """Conditions, bounded as the contract asks."""
+    return agent_pb2.EngineConditions(
+        conditions=[
+            common_pb2.Condition(
+                type=c.type,
+                status=common_pb2.ConditionStatus.Value(f"CONDITION_STATUS_{c.status.upper()}"),
+                reason=c.reason,
+                message=_short(c.message, 1024),
+                setting=_short(c.setting, 256),
+            )
+            for c in conditions
+        ]
+    )
+
+
+def declaration(m: agent_pb2.Declaration) -> Declaration:
+    """What the group declares of its engines."""
+    cache, pause = enum(CachePolicy, m.cache, CachePolicy.CLEAR), enum(PauseMode, m.pause, PauseMode.KEEP)
+    return Declaration(dict(m.declared), cache, pause)
 
 
 def _ranges(box: Box) -> list[tensor_pb2.Range]:

@@ -18,6 +18,7 @@ import grpc
 
 from weightplane.controlplane.at_exit import end_at_exit
 from weightplane.controlplane.core.events import Report
+from weightplane.controlplane.core.model import Condition
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.handshake import trouble
@@ -102,6 +103,8 @@ class ControlSession:
         self._report: Report | None = None
         self._receipts: Sequence[update_pb2.Receipt] = ()
         self._unsent = False
+        self._conditions: Sequence[Condition] | None = None
+        self._untold = False  # the conditions, on the stream in use
         self._beat: int | None = None  # progress to tell with the next heartbeat of ours, if one is due
         self._goodbye: str | None = None
         self._stream = 0  # the number of the stream in use; requests of an older one end
@@ -121,6 +124,12 @@ class ControlSession:
         """Make ``report`` the newest; it goes out as soon as a stream is open, and again on every new one."""
         with self._changed:
             self._report, self._receipts, self._unsent = report, receipts, True
+            self._changed.notify_all()
+
+    def tell(self, conditions: Sequence[Condition]) -> None:
+        """Make these the newest conditions; they go out as reports do."""
+        with self._changed:
+            self._conditions, self._untold = tuple(conditions), True
             self._changed.notify_all()
 
     def beat(self, progress: int) -> None:
@@ -176,6 +185,7 @@ class ControlSession:
             self._stream += 1
             self._revision = 0
             self._unsent = self._report is not None
+            self._untold = self._conditions is not None
             mine = self._stream
             if self._stopped:
                 return False, None
@@ -206,7 +216,9 @@ class ControlSession:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._stream != mine or self._unsent or self._stopped or self._beat is not None
+                    lambda: (
+                        self._stream != mine or self._unsent or self._untold or self._stopped or self._beat is not None
+                    )
                 )
                 if self._stream != mine:
                     return
@@ -214,7 +226,10 @@ class ControlSession:
                 report = self._report if self._unsent else None
                 receipts = self._receipts
                 revision, leaving = self._revision, self._stopped
-                self._unsent = False
+                conditions = self._conditions if self._untold else None
+                self._unsent = self._untold = False
+            if conditions is not None:
+                yield agent_pb2.SessionRequest(conditions=codec.conditions_message(conditions))
             if report is not None:
                 yield agent_pb2.SessionRequest(report=codec.report_message(report, revision, receipts))
             if progress is not None:

@@ -154,6 +154,7 @@ class SessionRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     TRAINER_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Opens the stream."""
@@ -174,6 +175,12 @@ class SessionRequest(_message.Message):
     def trainer(self) -> Global___TrainerReport:
         """What a trainer rank retains. Sent on every change, and in full each time."""
 
+    @_builtins.property
+    def conditions(self) -> Global___EngineConditions:
+        """How the engine's settings compare with what the group declares (DesiredReplica.declared). Sent on each session,
+        and again when that changes; in full each time.
+        """
+
     def __init__(
         self,
         *,
@@ -182,12 +189,13 @@ class SessionRequest(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         goodbye: Global___Goodbye | None = ...,
         trainer: Global___TrainerReport | None = ...,
+        conditions: Global___EngineConditions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "report", b"report", "trainer", b"trainer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "report", b"report", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "report", b"report", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "report", b"report", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "report", "heartbeat", "goodbye", "trainer"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "report", "heartbeat", "goodbye", "trainer", "conditions"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -687,6 +695,82 @@ class ReplicaReport(_message.Message):
 Global___ReplicaReport: _TypeAlias = ReplicaReport  # noqa: Y015
 
 @_typing.final
+class EngineConditions(_message.Message):
+    """A replica's conditions. State: the newest replaces all before; a new life has none until it sends them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONDITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def conditions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Condition]:
+        """At most 64, each type once."""
+
+    def __init__(
+        self,
+        *,
+        conditions: _abc.Iterable[_common_pb2.Condition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineConditions: _TypeAlias = EngineConditions  # noqa: Y015
+
+@_typing.final
+class Declaration(_message.Message):
+    """What a group declares of its engines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DeclaredEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DECLARED_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    cache: _common_pb2.CachePolicy.ValueType
+    """What updates do with caches unless they say otherwise."""
+    pause: _common_pb2.PauseMode.ValueType
+    """What they do with requests in flight unless they say otherwise."""
+    @_builtins.property
+    def declared(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """GroupPolicy.declared."""
+
+    def __init__(
+        self,
+        *,
+        declared: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        cache: _common_pb2.CachePolicy.ValueType = ...,
+        pause: _common_pb2.PauseMode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "declared", b"declared", "pause", b"pause"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Declaration: _TypeAlias = Declaration  # noqa: Y015
+
+@_typing.final
 class RetainedCopy(_message.Message):
     """An immutable copy of the weights of one version, kept by a member in host memory or in a file. Whoever keeps one puts
     its placement on every new session: a coordinator that restarted knows it no more, and asks nobody for it.
@@ -1116,6 +1200,7 @@ class DesiredReplica(_message.Message):
     SLEEP_FIELD_NUMBER: _builtins.int
     SERVE_FIELD_NUMBER: _builtins.int
     COMMITTED_MANIFEST_ID_FIELD_NUMBER: _builtins.int
+    DECLARED_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Rises within the session."""
     epoch: _builtins.int
@@ -1154,6 +1239,10 @@ class DesiredReplica(_message.Message):
     def serve(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServeOrder]:
         """Catch-ups that it is to send from its retained copy."""
 
+    @_builtins.property
+    def declared(self) -> Global___Declaration:
+        """What the engine's settings are to be judged against."""
+
     def __init__(
         self,
         *,
@@ -1169,10 +1258,11 @@ class DesiredReplica(_message.Message):
         sleep: Global___SleepOrder | None = ...,
         serve: _abc.Iterable[Global___ServeOrder] | None = ...,
         committed_manifest_id: _builtins.str = ...,
+        declared: Global___Declaration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "declared", b"declared", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "committed_manifest_id", b"committed_manifest_id", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "serve", b"serve", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "committed_manifest_id", b"committed_manifest_id", "declared", b"declared", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "serve", b"serve", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

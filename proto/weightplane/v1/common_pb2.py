@@ -24,37 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweightplane/v1/common.proto\x12\x0eweightplane.v1\";\n\x0c\x43ommitPolicy\x12\r\n\x03\x61ll\x18\x01 \x01(\x08H\x00\x12\x12\n\x08\x61t_least\x18\x02 \x01(\x05H\x00\x42\x08\n\x06policy\"1\n\x0bHeldVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x11\n\tupdate_id\x18\x02 \x01(\t\"\x88\x01\n\x07\x46\x61ilure\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.weightplane.v1.Reason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\t\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0f\n\x07tensors\x18\x05 \x03(\t\x12\x14\n\x0ctensor_count\x18\x06 \x01(\x03*\xcb\x08\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17REASON_INVALID_ARGUMENT\x10\x01\x12\x1c\n\x18REASON_DEADLINE_REQUIRED\x10\x02\x12\x1a\n\x16REASON_NOT_IMPLEMENTED\x10\x03\x12\x18\n\x14REASON_UNKNOWN_GROUP\x10\x04\x12\x1a\n\x16REASON_UNKNOWN_REPLICA\x10\x05\x12\x19\n\x15REASON_UNKNOWN_UPDATE\x10\x06\x12\x1b\n\x17REASON_UNKNOWN_MANIFEST\x10\x07\x12\x17\n\x13REASON_UNKNOWN_PLAN\x10\x08\x12\x17\n\x13REASON_GROUP_EXISTS\x10\t\x12\x17\n\x13REASON_TRAINER_HELD\x10\n\x12\x19\n\x15REASON_TRAINER_FENCED\x10\x0b\x12\x1d\n\x19REASON_SESSION_SUPERSEDED\x10\x0c\x12\x1d\n\x19REASON_UPDATE_IN_PROGRESS\x10\r\x12\x16\n\x12REASON_WRONG_PHASE\x10\x0e\x12\x1e\n\x1aREASON_NOT_ENOUGH_REPLICAS\x10\x0f\x12\x1a\n\x16REASON_REBIND_REQUIRED\x10\x10\x12\x1c\n\x18REASON_MANIFEST_MISMATCH\x10\x11\x12\x1d\n\x19REASON_PLACEMENT_MISMATCH\x10\x12\x12\x17\n\x13REASON_NO_TRANSPORT\x10\x13\x12\x15\n\x11REASON_CAPABILITY\x10\x14\x12\x1b\n\x17REASON_DIGESTS_REQUIRED\x10\x15\x12\x1a\n\x16REASON_DIGEST_MISMATCH\x10\x16\x12\x15\n\x11REASON_INCOMPLETE\x10\x17\x12\x13\n\x0fREASON_DEADLINE\x10\x18\x12\x16\n\x12REASON_MEMBER_LOST\x10\x19\x12\x1b\n\x17REASON_MEMBER_RESTARTED\x10\x1a\x12\x14\n\x10REASON_TRANSPORT\x10\x1b\x12\x11\n\rREASON_ENGINE\x10\x1c\x12\x13\n\x0fREASON_RESOURCE\x10\x1d\x12\x1c\n\x18REASON_ABORTED_BY_CALLER\x10\x1e\x12\x15\n\x11REASON_SUPERSEDED\x10\x1f\x12 \n\x1cREASON_COORDINATOR_RESTARTED\x10 \x12\x1a\n\x16REASON_UNKNOWN_OUTCOME\x10!\x12\x1a\n\x16REASON_UNAUTHENTICATED\x10\"\x12\x1c\n\x18REASON_PERMISSION_DENIED\x10#\x12\x10\n\x0cREASON_LIMIT\x10$\x12\x18\n\x14REASON_BASE_MISMATCH\x10%\x12\x13\n\x0fREASON_INTERNAL\x10&\x12\x1b\n\x17REASON_PEER_RANK_FAILED\x10\'\x12\x1c\n\x18REASON_REQUEST_ID_REUSED\x10(*X\n\x06Target\x12\x16\n\x12TARGET_UNSPECIFIED\x10\x00\x12\x10\n\x0cTARGET_MODEL\x10\x01\x12\x10\n\x0cTARGET_DRAFT\x10\x02\x12\x12\n\x0eTARGET_ADAPTER\x10\x03*L\n\x08\x43overage\x12\x18\n\x14\x43OVERAGE_UNSPECIFIED\x10\x00\x12\x11\n\rCOVERAGE_FULL\x10\x01\x12\x13\n\x0f\x43OVERAGE_SUBSET\x10\x02*L\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x45NCODING_DENSE\x10\x01\x12\x12\n\x0e\x45NCODING_DELTA\x10\x02*^\n\x06OnBusy\x12\x17\n\x13ON_BUSY_UNSPECIFIED\x10\x00\x12\x12\n\x0eON_BUSY_REFUSE\x10\x01\x12\x10\n\x0cON_BUSY_WAIT\x10\x02\x12\x15\n\x11ON_BUSY_SUPERSEDE\x10\x03*@\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_STAGED\x10\x01\x12\x11\n\rMODE_IN_PLACE\x10\x02*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*q\n\x0b\x43\x61\x63hePolicy\x12\x1c\n\x18\x43\x41\x43HE_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41\x43HE_POLICY_CLEAR\x10\x01\x12\x15\n\x11\x43\x41\x43HE_POLICY_KEEP\x10\x02\x12\x15\n\x11\x43\x41\x43HE_POLICY_SALT\x10\x03*r\n\x0bVerifyLevel\x12\x1c\n\x18VERIFY_LEVEL_UNSPECIFIED\x10\x00\x12\x14\n\x10VERIFY_LEVEL_OFF\x10\x01\x12\x18\n\x14VERIFY_LEVEL_SAMPLED\x10\x02\x12\x15\n\x11VERIFY_LEVEL_FULL\x10\x03*e\n\x08\x45vidence\x12\x18\n\x14\x45VIDENCE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VIDENCE_RECEIVED\x10\x01\x12\x15\n\x11\x45VIDENCE_CONSUMED\x10\x02\x12\x11\n\rEVIDENCE_LIVE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweightplane/v1/common.proto\x12\x0eweightplane.v1\";\n\x0c\x43ommitPolicy\x12\r\n\x03\x61ll\x18\x01 \x01(\x08H\x00\x12\x12\n\x08\x61t_least\x18\x02 \x01(\x05H\x00\x42\x08\n\x06policy\"1\n\x0bHeldVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x11\n\tupdate_id\x18\x02 \x01(\t\"|\n\tCondition\x12\x0c\n\x04type\x18\x01 \x01(\t\x12/\n\x06status\x18\x02 \x01(\x0e\x32\x1f.weightplane.v1.ConditionStatus\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x0f\n\x07setting\x18\x05 \x01(\t\"\x88\x01\n\x07\x46\x61ilure\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.weightplane.v1.Reason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\t\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0f\n\x07tensors\x18\x05 \x03(\t\x12\x14\n\x0ctensor_count\x18\x06 \x01(\x03*\xcb\x08\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17REASON_INVALID_ARGUMENT\x10\x01\x12\x1c\n\x18REASON_DEADLINE_REQUIRED\x10\x02\x12\x1a\n\x16REASON_NOT_IMPLEMENTED\x10\x03\x12\x18\n\x14REASON_UNKNOWN_GROUP\x10\x04\x12\x1a\n\x16REASON_UNKNOWN_REPLICA\x10\x05\x12\x19\n\x15REASON_UNKNOWN_UPDATE\x10\x06\x12\x1b\n\x17REASON_UNKNOWN_MANIFEST\x10\x07\x12\x17\n\x13REASON_UNKNOWN_PLAN\x10\x08\x12\x17\n\x13REASON_GROUP_EXISTS\x10\t\x12\x17\n\x13REASON_TRAINER_HELD\x10\n\x12\x19\n\x15REASON_TRAINER_FENCED\x10\x0b\x12\x1d\n\x19REASON_SESSION_SUPERSEDED\x10\x0c\x12\x1d\n\x19REASON_UPDATE_IN_PROGRESS\x10\r\x12\x16\n\x12REASON_WRONG_PHASE\x10\x0e\x12\x1e\n\x1aREASON_NOT_ENOUGH_REPLICAS\x10\x0f\x12\x1a\n\x16REASON_REBIND_REQUIRED\x10\x10\x12\x1c\n\x18REASON_MANIFEST_MISMATCH\x10\x11\x12\x1d\n\x19REASON_PLACEMENT_MISMATCH\x10\x12\x12\x17\n\x13REASON_NO_TRANSPORT\x10\x13\x12\x15\n\x11REASON_CAPABILITY\x10\x14\x12\x1b\n\x17REASON_DIGESTS_REQUIRED\x10\x15\x12\x1a\n\x16REASON_DIGEST_MISMATCH\x10\x16\x12\x15\n\x11REASON_INCOMPLETE\x10\x17\x12\x13\n\x0fREASON_DEADLINE\x10\x18\x12\x16\n\x12REASON_MEMBER_LOST\x10\x19\x12\x1b\n\x17REASON_MEMBER_RESTARTED\x10\x1a\x12\x14\n\x10REASON_TRANSPORT\x10\x1b\x12\x11\n\rREASON_ENGINE\x10\x1c\x12\x13\n\x0fREASON_RESOURCE\x10\x1d\x12\x1c\n\x18REASON_ABORTED_BY_CALLER\x10\x1e\x12\x15\n\x11REASON_SUPERSEDED\x10\x1f\x12 \n\x1cREASON_COORDINATOR_RESTARTED\x10 \x12\x1a\n\x16REASON_UNKNOWN_OUTCOME\x10!\x12\x1a\n\x16REASON_UNAUTHENTICATED\x10\"\x12\x1c\n\x18REASON_PERMISSION_DENIED\x10#\x12\x10\n\x0cREASON_LIMIT\x10$\x12\x18\n\x14REASON_BASE_MISMATCH\x10%\x12\x13\n\x0fREASON_INTERNAL\x10&\x12\x1b\n\x17REASON_PEER_RANK_FAILED\x10\'\x12\x1c\n\x18REASON_REQUEST_ID_REUSED\x10(*X\n\x06Target\x12\x16\n\x12TARGET_UNSPECIFIED\x10\x00\x12\x10\n\x0cTARGET_MODEL\x10\x01\x12\x10\n\x0cTARGET_DRAFT\x10\x02\x12\x12\n\x0eTARGET_ADAPTER\x10\x03*L\n\x08\x43overage\x12\x18\n\x14\x43OVERAGE_UNSPECIFIED\x10\x00\x12\x11\n\rCOVERAGE_FULL\x10\x01\x12\x13\n\x0f\x43OVERAGE_SUBSET\x10\x02*L\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x45NCODING_DENSE\x10\x01\x12\x12\n\x0e\x45NCODING_DELTA\x10\x02*^\n\x06OnBusy\x12\x17\n\x13ON_BUSY_UNSPECIFIED\x10\x00\x12\x12\n\x0eON_BUSY_REFUSE\x10\x01\x12\x10\n\x0cON_BUSY_WAIT\x10\x02\x12\x15\n\x11ON_BUSY_SUPERSEDE\x10\x03*@\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_STAGED\x10\x01\x12\x11\n\rMODE_IN_PLACE\x10\x02*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*q\n\x0b\x43\x61\x63hePolicy\x12\x1c\n\x18\x43\x41\x43HE_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41\x43HE_POLICY_CLEAR\x10\x01\x12\x15\n\x11\x43\x41\x43HE_POLICY_KEEP\x10\x02\x12\x15\n\x11\x43\x41\x43HE_POLICY_SALT\x10\x03*r\n\x0bVerifyLevel\x12\x1c\n\x18VERIFY_LEVEL_UNSPECIFIED\x10\x00\x12\x14\n\x10VERIFY_LEVEL_OFF\x10\x01\x12\x18\n\x14VERIFY_LEVEL_SAMPLED\x10\x02\x12\x15\n\x11VERIFY_LEVEL_FULL\x10\x03*e\n\x08\x45vidence\x12\x18\n\x14\x45VIDENCE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VIDENCE_RECEIVED\x10\x01\x12\x15\n\x11\x45VIDENCE_CONSUMED\x10\x02\x12\x11\n\rEVIDENCE_LIVE\x10\x03*\x88\x01\n\x0f\x43onditionStatus\x12 \n\x1c\x43ONDITION_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ONDITION_STATUS_TRUE\x10\x01\x12\x1a\n\x16\x43ONDITION_STATUS_FALSE\x10\x02\x12\x1c\n\x18\x43ONDITION_STATUS_UNKNOWN\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weightplane.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REASON']._serialized_start=299
-  _globals['_REASON']._serialized_end=1398
-  _globals['_TARGET']._serialized_start=1400
-  _globals['_TARGET']._serialized_end=1488
-  _globals['_COVERAGE']._serialized_start=1490
-  _globals['_COVERAGE']._serialized_end=1566
-  _globals['_ENCODING']._serialized_start=1568
-  _globals['_ENCODING']._serialized_end=1644
-  _globals['_ONBUSY']._serialized_start=1646
-  _globals['_ONBUSY']._serialized_end=1740
-  _globals['_MODE']._serialized_start=1742
-  _globals['_MODE']._serialized_end=1806
-  _globals['_PAUSEMODE']._serialized_start=1808
-  _globals['_PAUSEMODE']._serialized_end=1911
-  _globals['_CACHEPOLICY']._serialized_start=1913
-  _globals['_CACHEPOLICY']._serialized_end=2026
-  _globals['_VERIFYLEVEL']._serialized_start=2028
-  _globals['_VERIFYLEVEL']._serialized_end=2142
-  _globals['_EVIDENCE']._serialized_start=2144
-  _globals['_EVIDENCE']._serialized_end=2245
+  _globals['_REASON']._serialized_start=425
+  _globals['_REASON']._serialized_end=1524
+  _globals['_TARGET']._serialized_start=1526
+  _globals['_TARGET']._serialized_end=1614
+  _globals['_COVERAGE']._serialized_start=1616
+  _globals['_COVERAGE']._serialized_end=1692
+  _globals['_ENCODING']._serialized_start=1694
+  _globals['_ENCODING']._serialized_end=1770
+  _globals['_ONBUSY']._serialized_start=1772
+  _globals['_ONBUSY']._serialized_end=1866
+  _globals['_MODE']._serialized_start=1868
+  _globals['_MODE']._serialized_end=1932
+  _globals['_PAUSEMODE']._serialized_start=1934
+  _globals['_PAUSEMODE']._serialized_end=2037
+  _globals['_CACHEPOLICY']._serialized_start=2039
+  _globals['_CACHEPOLICY']._serialized_end=2152
+  _globals['_VERIFYLEVEL']._serialized_start=2154
+  _globals['_VERIFYLEVEL']._serialized_end=2268
+  _globals['_EVIDENCE']._serialized_start=2270
+  _globals['_EVIDENCE']._serialized_end=2371
+  _globals['_CONDITIONSTATUS']._serialized_start=2374
+  _globals['_CONDITIONSTATUS']._serialized_end=2510
   _globals['_COMMITPOLICY']._serialized_start=47
   _globals['_COMMITPOLICY']._serialized_end=106
   _globals['_HELDVERSION']._serialized_start=108
   _globals['_HELDVERSION']._serialized_end=157
-  _globals['_FAILURE']._serialized_start=160
-  _globals['_FAILURE']._serialized_end=296
+  _globals['_CONDITION']._serialized_start=159
+  _globals['_CONDITION']._serialized_end=283
+  _globals['_FAILURE']._serialized_start=286
+  _globals['_FAILURE']._serialized_end=422
 # @@protoc_insertion_point(module_scope)

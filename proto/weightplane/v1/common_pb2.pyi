@@ -437,6 +437,34 @@ EVIDENCE_LIVE: Evidence.ValueType  # 3
 """Read back from the live tensors."""
 Global___Evidence: _TypeAlias = Evidence  # noqa: Y015
 
+class _ConditionStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ConditionStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ConditionStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONDITION_STATUS_UNSPECIFIED: _ConditionStatus.ValueType  # 0
+    """Not set."""
+    CONDITION_STATUS_TRUE: _ConditionStatus.ValueType  # 1
+    """It is as declared."""
+    CONDITION_STATUS_FALSE: _ConditionStatus.ValueType  # 2
+    """It is not."""
+    CONDITION_STATUS_UNKNOWN: _ConditionStatus.ValueType  # 3
+    """The engine does not tell."""
+
+class ConditionStatus(_ConditionStatus, metaclass=_ConditionStatusEnumTypeWrapper):
+    """Whether a condition holds."""
+
+CONDITION_STATUS_UNSPECIFIED: ConditionStatus.ValueType  # 0
+"""Not set."""
+CONDITION_STATUS_TRUE: ConditionStatus.ValueType  # 1
+"""It is as declared."""
+CONDITION_STATUS_FALSE: ConditionStatus.ValueType  # 2
+"""It is not."""
+CONDITION_STATUS_UNKNOWN: ConditionStatus.ValueType  # 3
+"""The engine does not tell."""
+Global___ConditionStatus: _TypeAlias = ConditionStatus  # noqa: Y015
+
 @_typing.final
 class CommitPolicy(_message.Message):
     """When an update commits."""
@@ -490,6 +518,44 @@ class HeldVersion(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeldVersion: _TypeAlias = HeldVersion  # noqa: Y015
+
+@_typing.final
+class Condition(_message.Message):
+    """A setting of an engine, judged against what its group declares."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TYPE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    SETTING_FIELD_NUMBER: _builtins.int
+    type: _builtins.str
+    """What is judged: a camel-cased noun, at most 64 bytes; each once (docs/parity.md, "Audit")."""
+    status: Global___ConditionStatus.ValueType
+    """Whether it is as declared."""
+    reason: _builtins.str
+    """Why the status, one camel-cased word."""
+    message: _builtins.str
+    """What was found, why it matters, what to do; at most 1024 bytes."""
+    setting: _builtins.str
+    """The flag or option that makes it so; empty where it is so. At most 256 bytes."""
+    def __init__(
+        self,
+        *,
+        type: _builtins.str = ...,
+        status: Global___ConditionStatus.ValueType = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        setting: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "setting", b"setting", "status", b"status", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Condition: _TypeAlias = Condition  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):

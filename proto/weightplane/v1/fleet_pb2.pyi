@@ -152,6 +152,26 @@ class GroupPolicy(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class DeclaredEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
@@ -161,6 +181,8 @@ class GroupPolicy(_message.Message):
     VERIFY_FIELD_NUMBER: _builtins.int
     UPDATE_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
+    DECLARED_FIELD_NUMBER: _builtins.int
+    BLOCKING_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """Fewest participants of an update; default 1."""
     cache: _common_pb2.CachePolicy.ValueType
@@ -181,6 +203,18 @@ class GroupPolicy(_message.Message):
     def commit(self) -> _common_pb2.CommitPolicy:
         """When an update commits; default all."""
 
+    @_builtins.property
+    def declared(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the group declares of its engines, by name (docs/parity.md, "Audit"; "dtype" = "bfloat16", say), where it is not
+        the default; at most 32. Replicas judge their engines' settings against it as they join, and tell conditions.
+        """
+
+    @_builtins.property
+    def blocking(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Types of conditions that must be TRUE for a replica to be ready, at most 32; one that it does not tell is not.
+        Default none: conditions warn.
+        """
+
     def __init__(
         self,
         *,
@@ -193,10 +227,12 @@ class GroupPolicy(_message.Message):
         verify: _common_pb2.VerifyLevel.ValueType = ...,
         update_timeout_ms: _builtins.int = ...,
         parity: Global___ParityPolicy.ValueType = ...,
+        declared: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        blocking: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "commit", b"commit", "failure", b"failure", "max_stale_versions", b"max_stale_versions", "min_replicas", b"min_replicas", "parity", b"parity", "pause", b"pause", "update_timeout_ms", b"update_timeout_ms", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocking", b"blocking", "cache", b"cache", "commit", b"commit", "declared", b"declared", "failure", b"failure", "max_stale_versions", b"max_stale_versions", "min_replicas", b"min_replicas", "parity", b"parity", "pause", b"pause", "update_timeout_ms", b"update_timeout_ms", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,6 +287,7 @@ class ReplicaInfo(_message.Message):
     ASLEEP_FIELD_NUMBER: _builtins.int
     CATCH_UP_FIELD_NUMBER: _builtins.int
     RETAINS_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its id."""
     incarnation: _builtins.str
@@ -311,6 +348,12 @@ class ReplicaInfo(_message.Message):
     def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What of its memory is released: "weights", "kv_cache"; none = it is awake."""
 
+    @_builtins.property
+    def conditions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Condition]:
+        """How its engine's settings compare with what the group declares. Told by CheckReplica, and by ListReplicas where it is
+        asked for.
+        """
+
     def __init__(
         self,
         *,
@@ -337,10 +380,11 @@ class ReplicaInfo(_message.Message):
         asleep: _abc.Iterable[_builtins.str] | None = ...,
         catch_up: _builtins.str = ...,
         retains: _builtins.int = ...,
+        conditions: _abc.Iterable[_common_pb2.Condition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "asleep", b"asleep", "catch_up", b"catch_up", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "retains", b"retains", "routable", b"routable", "serving_address", b"serving_address", "transports", b"transports", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "asleep", b"asleep", "catch_up", b"catch_up", "conditions", b"conditions", "engine", b"engine", "failure", b"failure", "failures_in_a_row", b"failures_in_a_row", "held", b"held", "incarnation", b"incarnation", "labels", b"labels", "lag", b"lag", "liveness", b"liveness", "may_not_join", b"may_not_join", "pause_holders", b"pause_holders", "pinned_version", b"pinned_version", "reason", b"reason", "replica_id", b"replica_id", "retains", b"retains", "routable", b"routable", "serving_address", b"serving_address", "transports", b"transports", "updates_since_start", b"updates_since_start", "weights", b"weights", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -932,10 +976,13 @@ class ListReplicasRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """The group."""
     transports: _builtins.bool
     """Also tell how each worker is reached."""
+    conditions: _builtins.bool
+    """Also tell conditions."""
     @_builtins.property
     def selector(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only replicas with all these labels."""
@@ -946,10 +993,11 @@ class ListReplicasRequest(_message.Message):
         group: _builtins.str = ...,
         selector: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         transports: _builtins.bool = ...,
+        conditions: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "selector", b"selector", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "group", b"group", "selector", b"selector", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1367,7 +1415,7 @@ class CheckReplicaResponse(_message.Message):
     live: _builtins.bool
     """Its lease lives."""
     ready: _builtins.bool
-    """Its weights are READY, and nothing but a publish in progress pauses it."""
+    """Its weights are READY, no condition blocks it (GroupPolicy.blocking), and nothing but a publish in progress pauses it."""
     routable: _builtins.bool
     """Ready, in service, and at min_version or above."""
     reason: _builtins.str

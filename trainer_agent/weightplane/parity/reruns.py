@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Roll
 from .probe import ProbeError
 from .samples import Sample, Sampling
 
-__all__ = ["rescored", "ride"]
+__all__ = ["rescored", "ride", "ride_through"]
 
 _AT_ONCE = 4
 _NOT_FINITE = "Out of range float values are not JSON compliant"  # HTTP 400, vLLM 0.32
@@ -78,3 +80,30 @@ def ride(
     if out is None or not out.tokens or len(out.logprobs) != len(out.tokens):
         raise ProbeError(f"{url}: no completion with a log-probability of each token: {out}")
     return Sample(tuple(prompt), tuple(out.tokens), tuple(out.logprobs), sampling, out.spans, out.cached_tokens)
+
+
+def ride_through(
+    url: str, prompts: Sequence[Sequence[int]], tokens: int, *, sampling: Sampling, seed: int = 0, patience: float
+) -> tuple[Sample, ...]:
+    """Keep requests in flight, a line of them for each prompt, until an update meets one; those that it met.
+
+    ``patience``: seconds until no more are begun. ``ProbeError``: no update came by then, or as ``ride``.
+    """
+    end, met = time.monotonic() + patience, threading.Event()
+
+    def line(n: int) -> list[Sample]:
+        found: list[Sample] = []
+        turn = 0
+        while not met.is_set() and time.monotonic() < end:
+            sample = ride(url, prompts[n], tokens, sampling=sampling, seed=seed + len(prompts) * turn + n)
+            turn += 1
+            if len(sample.spans) > 1:
+                found.append(sample)
+                met.set()
+        return found
+
+    with ThreadPoolExecutor(len(prompts), thread_name_prefix="ride") as pool:
+        found = [s for rode in pool.map(line, range(len(prompts))) for s in rode]
+    if not found:
+        raise ProbeError(f"{url}: no update came within {patience:g} s to requests in flight: publish while this runs")
+    return tuple(found)

@@ -13,10 +13,15 @@ from typing import Any, cast
 
 from .probe import ProbeError, ProbeResult, probe, sample
 from .report import diagnosis_report, draw, report, write_json
-from .samples import DEFAULT_SAMPLINGS, Plan, Scorer, draw_prompts, sampling_from
+from .reruns import ride_through
+from .samples import DEFAULT_SAMPLINGS, Plan, Sample, Sampling, Scorer, draw_prompts, sampling_from
 from .thresholds import Thresholds, calibrated, thresholds_of
 
 __all__ = ["Asked", "Job", "ProbeError", "Unfit", "diagnosed", "prepare"]
+
+
+_LINES = 2  # of requests kept in flight
+_LONGER = 16  # times as many tokens as a probe's
 
 
 class Unfit(ValueError):
@@ -25,8 +30,8 @@ class Unfit(ValueError):
 
 @dataclass(frozen=True)
 class Asked:
-    """The commands' options. ``samplings`` and ``bounds``: as words; ``vocab`` 0: the checkpoint's. The last three are
-    of ``diagnose`` (``Evidence``)."""
+    """The commands' options. ``samplings`` and ``bounds``: as words; ``vocab`` 0: the checkpoint's. The last four are
+    of ``diagnose`` (``Evidence``; ``in_flight``: seconds that requests are kept in flight for an update to meet)."""
 
     url: str
     checkpoint: Path | None = None
@@ -45,6 +50,7 @@ class Asked:
     previous: Path | None = None
     fresh: str = ""
     cache_policy: str = "clear"
+    in_flight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,16 +110,32 @@ def diagnosed(asked: Asked, folder: Path) -> dict[str, Any]:
     before = None if asked.previous is None else _scorer(replace(asked, checkpoint=asked.previous, scorer=""))
     reference = job.scorer
     assert isinstance(reference, TransformersScorer) and (before is None or isinstance(before, TransformersScorer))
+    flown = _flown(asked, reference.vocab_size)
     version, samples = sample(asked.url, job.plan, version=asked.version)
+    samples += flown
     coldest = min((s.temperature or 1.0 for s in job.plan.samplings), default=1.0)
     bounds = job.thresholds.at(coldest)
     if reference.rounds:
         bounds = calibrated(reference.score(samples), reference.exact(samples))
-    evidence = Evidence(Variants(reference, version, before), bounds, asked.url, asked.fresh, asked.cache_policy, own)
+    earlier = min((s.version for f in flown for s in f.spans if s.known), default=-1)
+    variants = Variants(reference, version, before, earlier)
+    evidence = Evidence(variants, bounds, asked.url, asked.fresh, asked.cache_policy, own)
     conclusion, more = diagnose(samples, evidence)
-    found = diagnosis_report(conclusion, more, {"url": asked.url, "version": version, "seed": asked.seed})
+    about = {"url": asked.url, "version": version, "seed": asked.seed, "in_flight": len(flown)}
+    found = diagnosis_report(conclusion, more, about)
     write_json(folder / "diagnosis.json", found)
     return found
+
+
+def _flown(asked: Asked, vocab: int) -> tuple[Sample, ...]:
+    """Requests that an update met, made before anything else: their prompts are their own."""
+    if not asked.in_flight:
+        return ()
+    if asked.previous is None:
+        raise Unfit("expected --previous with --in-flight: the first tokens are of the version before")
+    prompts = draw_prompts(asked.seed + 1, _LINES, asked.prompt_tokens, vocab, shared=0)
+    tokens = _LONGER * asked.tokens
+    return ride_through(asked.url, prompts, tokens, sampling=Sampling(), seed=asked.seed, patience=asked.in_flight)
 
 
 def prepare(asked: Asked) -> Job:

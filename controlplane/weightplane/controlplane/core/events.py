@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from .model import (
     Admin,
     CachePolicy,
+    Condition,
     Evidence,
     Held,
     Mode,
@@ -97,6 +98,15 @@ class Report:
     sleep_failure: Failure | None = None
     retained: Retained | None = None
     serve_failures: tuple[tuple[str, Failure], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """How an engine's settings compare with what the group declares; replaces what its replica told before."""
+
+    replica_id: str
+    incarnation: str
+    conditions: tuple[Condition, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +370,7 @@ Event = (
     | RankReport
     | Beat
     | Report
+    | Conditions
     | Leave
     | WorkerPlacement
     | InitTransfer

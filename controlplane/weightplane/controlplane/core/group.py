@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import catching, ending, members, operators, progress, sleeping, starting, trainers, updates
+from . import catching, conditions, ending, members, operators, progress, sleeping, starting, trainers, updates
 from .events import (
     AbortUpdate,
     Beat,
     CallGone,
     CloseTransfer,
+    Conditions,
     DigestsIn,
     Effect,
     Event,
@@ -175,6 +176,7 @@ _HANDLERS: dict[type[Any], Callable[[Tx, Any], None]] = {
     ReplicaHello: members.hello,
     Beat: members.beat,
     Report: _report,
+    Conditions: conditions.take,
     Leave: members.leave,
     WorkerPlacement: members.worker_placement,
     RankHello: trainers.rank_hello,

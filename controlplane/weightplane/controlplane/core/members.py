@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import catching, progress, sleeping
+from . import catching, conditions, progress, sleeping
 from .events import Beat, EndSession, Leave, ReplicaHello, Report, WorkerPlacement
 from .evolve import replace
 from .model import (
@@ -75,6 +75,8 @@ def routable(state: GroupState, r: Replica, min_version: int = 0) -> tuple[bool,
     others = sorted(set(r.pause_holders) - {"update"})
     if r.weights not in (Weights.READY, Weights.UPDATING, Weights.PENDING) or not _ours(state, r.held):
         return live, False, False, f"its weights are {r.weights}"
+    if why := conditions.blocked(state.policy, r):
+        return live, False, False, why
     if others:
         return live, False, False, f"generation is paused by {', '.join(others)}"
     if state.rewinding:

@@ -20,7 +20,9 @@ __all__ = [
     "CatchUp",
     "Channel",
     "Choice",
+    "Condition",
     "Config",
+    "Declaration",
     "Evidence",
     "GroupState",
     "Held",
@@ -223,6 +225,33 @@ class Policy:
     verify: Verify = Verify.DEFAULT
     update_timeout_s: float = 120.0
     parity: ParityPolicy = ParityPolicy.RECORD
+    declared: Mapping[str, str] = field(default_factory=dict)
+    blocking: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a group declares of its engines: ``values`` by name, and what its updates do unless they say otherwise."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    cache: CachePolicy = CachePolicy.CLEAR
+    pause: PauseMode = PauseMode.KEEP
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One setting of an engine judged against what its group declares, in the form of a Kubernetes condition.
+
+    ``type``: what is judged, a camel-cased noun. ``status``: True (as declared), False (not), Unknown (the engine does
+    not tell). ``reason``: one camel-cased word. ``message``: what was found, why it matters, what to do. ``setting``:
+    the flag or option that makes it so; empty where the status is True.
+    """
+
+    type: str
+    status: str
+    reason: str
+    message: str
+    setting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +313,7 @@ class Replica:
     it did not drain in time; until it has, it joins no other. ``sleep``: the last order of this life; ``asleep``:
     what it says is released, ``sleep_done`` the order up to which it obeyed. ``catch_up_refusal``: why it was not
     caught up when that was tried last, ``catch_ups_failed`` times in a row; not again before ``catch_up_after``.
-    ``came_at``: when this life began for us."""
+    ``came_at``: when this life began for us. ``conditions``: as it told them last."""
 
     replica_id: str
     incarnation: str = ""
@@ -330,6 +359,7 @@ class Replica:
     catch_ups_failed: int = 0
     catch_up_refusal: str = ""
     came_at: float = 0.0
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import progress, sleeping, trainers
+from . import conditions, progress, sleeping, trainers
 from .events import SetAdmin, SetPause, SetPolicy
 from .evolve import replace
 from .model import Admin, Liveness, Phase, Replica, Waiter, Weights
@@ -14,7 +14,10 @@ __all__ = ["set_admin", "set_pause", "set_policy", "settle_pauses"]
 
 def set_policy(tx: Tx, e: SetPolicy) -> None:
     """Replace the policies; the next update uses them."""
+    judged = conditions.declaration(tx.state.policy) != conditions.declaration(e.policy)
     tx.set(policy=e.policy)
+    if judged:
+        tx.push(tx.state.replicas)
     trainers.write_group(tx, e.call_id)
     tx.push_trainers()
     tx.say("policies replaced")

@@ -271,12 +271,14 @@ async def _reports(group: Group, hello: agent_pb2.Hello, session: Session, conte
             group.submit(report)
         elif kind == "heartbeat":
             newest = _beat(group, hello, message.heartbeat, newest)
+        elif kind == "conditions":
+            group.submit(convert.conditions(hello, message.conditions))
         elif kind == "goodbye":
             reason = fields.text("goodbye.reason", message.goodbye.reason, 1024, empty=True, lines=True)
             log.info("%s says goodbye: %s", hello.agent_id, reason or "no reason", extra={"group": group.name})
             group.submit(Leave(hello.agent_id, hello.incarnation))
         else:
-            invalid("message", "report, heartbeat or goodbye", kind or "nothing")
+            invalid("message", "report, conditions, heartbeat or goodbye", kind or "nothing")
 
 
 # --- out ------------------------------------------------------------------------------------------------------------

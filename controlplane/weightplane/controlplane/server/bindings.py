@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weightplane.controlplane.core import desired as core_desired
+from weightplane.controlplane.core.conditions import declaration
 from weightplane.controlplane.core.members import may_join
-from weightplane.controlplane.core.model import Channel, Choice, GroupState, PauseMode, Replica, Trainer
+from weightplane.controlplane.core.model import Channel, Choice, Declaration, GroupState, PauseMode, Replica, Trainer
 from weightplane.controlplane.core.negotiate import out_of_reach
 from weightplane.v1 import agent_pb2, transport_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
@@ -86,6 +87,10 @@ def desired_trainer(state: GroupState, generation: int, revision: int, now: floa
     return message
 
 
+def _declaration(d: Declaration) -> agent_pb2.Declaration:
+    return agent_pb2.Declaration(declared=d.values, cache=CACHE.proto(d.cache), pause=PAUSE.proto(d.pause))
+
+
 def _serve(o: core_desired.ServeOrder) -> agent_pb2.ServeOrder:
     """A catch-up that a member is to send."""
     return agent_pb2.ServeOrder(
@@ -125,6 +130,7 @@ class Desired:
             pause_holders=[holder for holder, _ in d.pauses],
             pause_mode=PAUSE.proto(pause),
             committed_manifest_id=d.committed_manifest,
+            declared=_declaration(declaration(state.policy)),
         )
         if d.sleep is not None:
             order = agent_pb2.SleepOrder(order=d.sleep.order, level=d.sleep.level, asleep=d.sleep.asleep)

@@ -14,6 +14,7 @@ from weightplane.controlplane.core.manifest import TensorMeta
 from weightplane.controlplane.core.model import (
     SLEEP_TAGS,
     CachePolicy,
+    Condition,
     Held,
     Mode,
     Offer,
@@ -33,6 +34,7 @@ from weightplane.v1 import weight_transfer_pb2 as wt
 from . import fields
 from .enums import (
     CACHE,
+    CONDITION,
     EVIDENCE,
     FAILURE_POLICY,
     MODE,
@@ -49,6 +51,7 @@ from .fields import between, invalid, not_built
 
 __all__ = [
     "beat",
+    "conditions",
     "failure",
     "init_transfer",
     "parity",
@@ -186,6 +189,30 @@ def report(hello: agent_pb2.Hello, m: agent_pb2.ReplicaReport, epoch: int) -> ev
         retained=_retained("report.retained", m.retained) if m.HasField("retained") else None,
         serve_failures=_serve_failures("report.serve_failures", m.serve_failures),
     )
+
+
+def conditions(hello: agent_pb2.Hello, m: agent_pb2.EngineConditions) -> events.Conditions:
+    """What a replica finds of its engine's settings."""
+    _types("conditions.conditions.type", [c.type for c in m.conditions], 64)
+    said = tuple(
+        Condition(
+            type=c.type,
+            status=CONDITION.core(f"conditions[{c.type!r}].status", c.status).capitalize(),
+            reason=fields.text(f"conditions[{c.type!r}].reason", c.reason, 64, empty=True),
+            message=fields.text(f"conditions[{c.type!r}].message", c.message, 1024, empty=True, lines=True),
+            setting=fields.text(f"conditions[{c.type!r}].setting", c.setting, 256, empty=True),
+        )
+        for c in m.conditions
+    )
+    return events.Conditions(hello.agent_id, hello.incarnation, said)
+
+
+def _types(field: str, said: Sequence[str], most: int) -> tuple[str, ...]:
+    """Types of conditions, each once."""
+    between(field, len(said), 0, most)
+    if len(set(said)) < len(said):
+        invalid(field, "each type once", sorted(said))
+    return tuple(fields.text(field, t, 64) for t in said)
 
 
 def rank_report(hello: agent_pb2.Hello, m: agent_pb2.TrainerReport) -> events.RankReport:
@@ -389,4 +416,6 @@ def policy(m: fleet_pb2.GroupPolicy) -> Policy:
         verify=verify,
         update_timeout_s=m.update_timeout_ms / 1000 or default.update_timeout_s,
         parity=PARITY_POLICY.core("policy.parity", m.parity),
+        declared=fields.labels("policy.declared", m.declared),
+        blocking=_types("policy.blocking", m.blocking, 32),
     )

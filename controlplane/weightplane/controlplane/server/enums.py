@@ -27,6 +27,7 @@ from .fields import invalid
 __all__ = [
     "ADMIN",
     "CACHE",
+    "CONDITION",
     "EVIDENCE",
     "FAILURE_POLICY",
     "LIVENESS",
@@ -94,3 +95,4 @@ LIVENESS = Pairs(fleet_pb2.Liveness, "LIVENESS_", Liveness)
 FAILURE_POLICY = Pairs(fleet_pb2.FailurePolicy, "FAILURE_POLICY_", None, "RAISE")
 PARITY_POLICY = Pairs(fleet_pb2.ParityPolicy, "PARITY_POLICY_", ParityPolicy, ParityPolicy.RECORD)
 VERDICT = Pairs(update_pb2.ParityVerdict, "PARITY_VERDICT_", Verdict)
+CONDITION = Pairs(common_pb2.ConditionStatus, "CONDITION_STATUS_", None)

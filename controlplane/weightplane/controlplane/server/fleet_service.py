@@ -136,7 +136,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         reached = fleet_view.choices(state) if request.transports else {}
         return fl.ListReplicasResponse(
             replicas=[
-                fleet_view.replica_info(state, r, reached.get((r.replica_id, r.incarnation), ()))
+                fleet_view.replica_info(state, r, reached.get((r.replica_id, r.incarnation), ()), request.conditions)
                 for _, r in sorted(state.replicas.items())
                 if all(r.labels.get(k) == v for k, v in selector.items())
             ]
@@ -203,7 +203,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         between("min_version", request.min_version, 0, 1 << 62)
         live, ready, route, why = routable(group.state, r, request.min_version)
         reached = fleet_view.choices(group.state).get((r.replica_id, r.incarnation), ())
-        info = fleet_view.replica_info(group.state, r, reached)
+        info = fleet_view.replica_info(group.state, r, reached, conditions=True)
         return fl.CheckReplicaResponse(live=live, ready=ready, routable=route, reason=why, replica=info)
 
     async def _set_admin(

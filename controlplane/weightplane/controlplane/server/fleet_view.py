@@ -20,7 +20,7 @@ from weightplane.controlplane.core.trainers import rank_lives
 from weightplane.v1 import fleet_pb2
 
 from .bindings import choice
-from .enums import ADMIN, CACHE, FAILURE_POLICY, LIVENESS, PARITY_POLICY, PAUSE, VERIFY, WEIGHTS
+from .enums import ADMIN, CACHE, CONDITION, FAILURE_POLICY, LIVENESS, PARITY_POLICY, PAUSE, VERIFY, WEIGHTS
 from .errors import failure_to_proto
 from .project import commit_policy, held, small, update_info
 
@@ -37,8 +37,11 @@ def choices(state: GroupState) -> dict[tuple[str, str], list[Choice]]:
     return out
 
 
-def replica_info(state: GroupState, r: Replica, reached: Iterable[Choice] = ()) -> fleet_pb2.ReplicaInfo:
-    """One replica as operators and routers see it. ``reached``: its choices, where they were asked for."""
+def replica_info(
+    state: GroupState, r: Replica, reached: Iterable[Choice] = (), conditions: bool = False
+) -> fleet_pb2.ReplicaInfo:
+    """One replica as operators and routers see it. ``reached``: its choices, where they were asked for; so
+    ``conditions``."""
     _, _, route, why = routable(state, r)
     info = fleet_pb2.ReplicaInfo(
         replica_id=r.replica_id,
@@ -64,6 +67,9 @@ def replica_info(state: GroupState, r: Replica, reached: Iterable[Choice] = ()) 
         catch_up=_catch_up(state, r),
         retains=r.retained.held.version if r.retained is not None else 0,
     )
+    for c in r.conditions if conditions else ():
+        status = CONDITION.proto(c.status.upper())
+        info.conditions.add(type=c.type, status=status, reason=c.reason, message=c.message, setting=c.setting)
     if r.failure is not None:
         info.failure.CopyFrom(failure_to_proto(r.failure, 512))
     return info
@@ -130,4 +136,6 @@ def policy(p: Policy) -> fleet_pb2.GroupPolicy:
         verify=VERIFY.proto(p.verify),
         update_timeout_ms=int(p.update_timeout_s * 1000),
         parity=PARITY_POLICY.proto(p.parity),
+        declared=p.declared,
+        blocking=p.blocking,
     )

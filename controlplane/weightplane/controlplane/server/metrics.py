@@ -20,6 +20,7 @@ _GAUGES = {
     "replicas_routable": "Replicas routable at the committed version.",
     "replica_version": "Version that the replica holds; 0 = none.",
     "replica_routable": "1 = routable at the committed version.",
+    "replica_condition": "1 = a setting of its engine is as the group declares, 0 = it is not, NaN = it does not tell.",
     "parity_version": "Version of the replica's newest parity check.",
     "parity_ok": "1 = engine and trainer were at parity, 0 = they were not, NaN = nothing was measured.",
     "parity_tokens": "Tokens compared.",
@@ -30,6 +31,7 @@ _GAUGES = {
     "parity_ess": "Effective sample size of the importance weights over the number of tokens.",
     "parity_clip_fraction": "Share of tokens whose importance weight is more than 0.2 from 1.",
 }
+_STATUS = {"True": 1.0, "False": 0.0}
 _OK = {Verdict.AT_PARITY: 1.0, Verdict.NOT_AT_PARITY: 0.0, Verdict.NOT_MEASURED: math.nan}
 
 
@@ -57,6 +59,8 @@ def _samples(state: GroupState) -> Iterator[tuple[str, dict[str, str], float]]:
         replica = {**group, "replica": rid}
         yield "replica_version", replica, r.held.version
         yield "replica_routable", replica, ready[rid]
+        for c in r.conditions:
+            yield "replica_condition", {**replica, "type": c.type}, _STATUS.get(c.status, math.nan)
         check = checks.get(rid)
         if check is None:
             continue

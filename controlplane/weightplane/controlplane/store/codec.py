@@ -194,6 +194,8 @@ _POLICY = record(
         "verify": enum(m.Verify),
         "update_timeout_s": _FLOAT,
         "parity": enum(m.ParityPolicy),
+        "declared": mapping(_STR),
+        "blocking": seq(_STR),
     },
 )
 

@@ -31,7 +31,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import CachePolicy, Channel, Evidence, Held, Mode, PauseMode, Verify
+from weightplane.controlplane.core.model import (
+    CachePolicy,
+    Channel,
+    Condition,
+    Declaration,
+    Evidence,
+    Held,
+    Mode,
+    PauseMode,
+    Verify,
+)
 from weightplane.controlplane.core.plan import Plan
 
 from .gate import EngineClosed, PauseGate, Request, RequestAborted, VersionTag
@@ -203,6 +213,11 @@ class Engine(ABC):
     @abstractmethod
     def describe(self, manifest: Manifest, members: Sequence[str]) -> Description:
         """Compare with a manifest: the placement of each worker (named by ``members``) and every problem. No writes."""
+
+    def conditions(self, declared: Declaration) -> tuple[Condition, ...]:
+        """How its settings, as they are in force, compare with what the group declares. May take seconds; called on a
+        thread of its own. Default: it has none that could differ."""
+        return ()
 
     # --- workers in other processes: there the transports' ends, the memory and the receipts are theirs
 

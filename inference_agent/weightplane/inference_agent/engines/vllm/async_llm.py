@@ -13,6 +13,8 @@ from typing import Any
 from weightplane.controlplane.core.model import PauseMode
 
 from .drivers import Driver, DriverError, DriverTimeout, Label, labelled
+from .reading import read_here
+from .settings import EngineSettings
 
 __all__ = ["AsyncDriver"]
 
@@ -101,6 +103,10 @@ class AsyncDriver(Driver):
         """See ``Driver``."""
         if not self._run("reset_prefix_cache", lambda: self._llm.reset_prefix_cache(True, False), timeout):
             raise DriverError("vLLM did not clear its prefix cache: blocks are still held")
+
+    def settings(self, timeout: float) -> Sequence[EngineSettings]:
+        """See ``Driver``. Read from this process: nobody is asked."""
+        return (read_here(self._llm.vllm_config),)
 
     def _run(self, what: str, work: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
         """Run a coroutine on the program's loop and wait for it; one that is late is cancelled."""

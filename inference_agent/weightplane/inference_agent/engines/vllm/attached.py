@@ -10,11 +10,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from weightplane.controlplane.core.model import PauseMode
+from weightplane.controlplane.core.model import Condition, Declaration, PauseMode
 from weightplane.inference_agent.vllm_plugin.compat import note
 from weightplane.inference_agent.vllm_plugin.wire import Hello, Link
 
 from ..base import Engine, EngineError, EngineUpdate, WorkerDevice
+from .conditions import conditions_of
 from .drivers import Driver
 from .links import Listener, WorkerLink
 from .pausing import PauseDesk
@@ -165,6 +166,10 @@ class Attached(Engine):
 
     def _hellos(self) -> list[Hello]:
         return [k.hello for k in self._attached]
+
+    def conditions(self, declared: Declaration) -> tuple[Condition, ...]:
+        """See ``Engine``. Without a server where vLLM lives in this process."""
+        return conditions_of(self._driver, declared, CALL_S)
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from weightplane.controlplane.core.model import PauseMode
 
 from ..base import EngineError
+from .settings import EngineSettings
 
 __all__ = ["Driver", "DriverError", "DriverTimeout", "Label", "labelled"]
 
@@ -87,6 +88,10 @@ class Driver(ABC):
     @abstractmethod
     def clear_cache(self, timeout: float) -> None:
         """Drop the prefix cache, that of requests in flight included."""
+
+    def settings(self, timeout: float) -> Sequence[EngineSettings]:
+        """What decides which log-probabilities each instance serves, as it is in force. Default: it cannot tell."""
+        raise DriverError(f"{self.name}: this driver does not tell settings")
 
     def close(self) -> None:
         """Free what the driver holds. Default: nothing."""

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 from weightplane.controlplane.core.model import PauseMode
 
 from .drivers import Driver, DriverError, DriverTimeout, Label
+from .reading import EngineUnreadable, read_server
+from .settings import EngineSettings
 
 __all__ = ["HttpDriver"]
 
@@ -119,6 +121,17 @@ class HttpDriver(Driver):
         for answer in self._all("POST", "/reset_prefix_cache?reset_running_requests=true", timeout):
             if answer.get("success") is False:
                 raise DriverError("vLLM did not clear its prefix cache: blocks are still held")
+
+    def settings(self, timeout: float) -> Sequence[EngineSettings]:
+        """See ``Driver``."""
+
+        def one(i: int) -> EngineSettings:
+            try:
+                return read_server(self._urls[i].geturl(), timeout=timeout)
+            except EngineUnreadable as e:
+                raise DriverError(str(e)) from e
+
+        return self._each(one)
 
     def close(self) -> None:
         """See ``Driver``."""

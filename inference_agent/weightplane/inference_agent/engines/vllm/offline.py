@@ -19,6 +19,8 @@ from weightplane.controlplane.core.model import PauseMode
 from weightplane.inference_agent.threads import detached
 
 from .drivers import Driver, DriverError, DriverTimeout, Label, labelled
+from .reading import read_here
+from .settings import EngineSettings
 
 __all__ = ["OfflineDriver"]
 
@@ -127,6 +129,10 @@ class OfflineDriver(Driver):
     def clear_cache(self, timeout: float) -> None:
         """See ``Driver``."""
         self._run("reset_prefix_cache", self._clear, timeout)
+
+    def settings(self, timeout: float) -> Sequence[EngineSettings]:
+        """See ``Driver``. Read from this process: nobody is asked."""
+        return (read_here(self._llm.llm_engine.vllm_config),)
 
     def _clear(self) -> None:
         if not self._llm.reset_prefix_cache(reset_running_requests=True):

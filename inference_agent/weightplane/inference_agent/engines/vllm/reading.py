@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightplane.inference_agent.engines.vllm.spans import version_of_label
-
 from .settings import EngineSettings
+from .spans import version_of_label
 
-__all__ = ["EngineUnreadable", "read_config", "read_server"]
+__all__ = ["EngineUnreadable", "read_config", "read_here", "read_server"]
 
 _MISSING = object()
 _T = TypeVar("_T")
@@ -64,6 +63,13 @@ def read_server(url: str, *, timeout: float = 30.0) -> EngineSettings:
         engine_version=str(version) if version else None,
         weight_version=version_of_label(label),
     )
+
+
+def read_here(config: Any) -> EngineSettings:
+    """From the ``VllmConfig`` of a vLLM in this process."""
+    import vllm
+
+    return replace(read_config(config), engine_version=str(vllm.__version__))
 
 
 def read_config(config: Any, environment: Mapping[str, Any] | None = None) -> EngineSettings:

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from weightplane.controlplane.core.model import Condition
 from weightplane.inference_agent.vllm_plugin.compat import RUN
 
 from .settings import Declared, EngineSettings
 
 __all__ = ["Condition", "audit"]
-
-
-@dataclass(frozen=True)
-class Condition:
-    """One judgement, in the form of a Kubernetes condition.
-
-    ``type``: what is judged, a camel-cased noun. ``status``: True (as declared), False (not), Unknown (the engine does
-    not tell). ``reason``: one camel-cased word. ``message``: what was found, why it matters, what to do. ``setting``:
-    the flag or option that makes it so; empty where the status is True.
-    """
-
-    type: str
-    status: str
-    reason: str
-    message: str
-    setting: str = ""
 
 
 #: What leaves a distribution as it is.

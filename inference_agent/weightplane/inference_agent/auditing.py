@@ -1,0 +1,45 @@
+"""How an engine's settings compare with what its group declares: judged as its replica joins, and when that changes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from weightplane.controlplane.core.model import Condition, Declaration
+
+from .engines.base import Engine
+from .threads import detached
+
+__all__ = ["Auditor"]
+
+log = logging.getLogger("weightplane.inference_agent")
+
+
+class Auditor:
+    """Of one life of a replica. ``tell`` gets the conditions, on a thread of ours: an engine may be slow to answer."""
+
+    def __init__(self, engine: Engine, tell: Callable[[Sequence[Condition]], None]) -> None:
+        self._engine, self._tell = engine, tell
+        self._lock = threading.Lock()
+        self._wanted: Declaration | None = None
+
+    def judge(self, declared: Declaration) -> None:
+        """Begin, unless it is what was judged last. Returns at once."""
+        if declared == self._wanted:
+            return
+        self._wanted = declared
+        detached("weightplane-audit", lambda: self._judge(declared))
+
+    def _judge(self, declared: Declaration) -> None:
+        try:
+            found = self._engine.conditions(declared)
+        except Exception as e:
+            log.exception("the engine's settings could not be judged")
+            found = (Condition("Audit", "Unknown", "Failed", f"{type(e).__name__}: {e}"),)
+        for c in found:
+            if c.status == "False":
+                log.warning("%s: %s; set: %s", c.type, c.message, c.setting)
+        with self._lock:
+            if found and declared is self._wanted:  # else one that was asked for later tells, or has told
+                self._tell(found)

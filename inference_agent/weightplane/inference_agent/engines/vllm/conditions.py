@@ -1,0 +1,35 @@
+"""The conditions of a replica of vLLM: the audit of its settings against what its group declares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weightplane.controlplane.core.model import Condition, Declaration
+
+from .audit import audit
+from .drivers import Driver, DriverError
+from .settings import Declared, EngineSettings, declared_from
+
+__all__ = ["conditions_of"]
+
+_WORST = ("False", "Unknown", "True")
+
+
+def conditions_of(driver: Driver, declaration: Declaration, timeout: float) -> tuple[Condition, ...]:
+    """Each condition once, of several instances the worst; ``Audit`` says whether they could be judged."""
+    wanted, why = Declared(), ""
+    try:
+        wanted = declared_from(f"{name}={value}" for name, value in declaration.values.items())
+    except ValueError as e:
+        why = f"what the group declares is not understood, the defaults count: {e}"
+    found: tuple[EngineSettings, ...] = (EngineSettings(),)
+    try:
+        found = tuple(driver.settings(timeout))
+    except DriverError as e:
+        why = why or f"the engine cannot be asked: {e}"
+    updates = {"cache_policy": declaration.cache.lower(), "pause_mode": declaration.pause.lower()}
+    judged = [audit(replace(s, **updates), wanted) for s in found]  # type: ignore[arg-type] # words, both
+    merged = tuple(min(same, key=lambda c: _WORST.index(c.status)) for same in zip(*judged, strict=True))
+    if why:
+        return (Condition("Audit", "Unknown", "NotJudged", why, "UpdateGroup, or VLLM_SERVER_DEV_MODE=1"), *merged)
+    return (Condition("Audit", "True", "Judged", f"{len(found)} instance(s) judged"), *merged)
