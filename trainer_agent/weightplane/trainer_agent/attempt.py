@@ -255,7 +255,9 @@ class Attempt:
             rank=rank,
         )
         try:
-            self.rank.client.call("AbortUpdate", request, self._soon(seconds, _GRACE_S / 2))  # then its outcome is asked
+            self.rank.client.call(
+                "AbortUpdate", request, self._soon(seconds, _GRACE_S / 2)
+            )  # then its outcome is asked
         except (RpcRefused, Unanswered) as e:
             log.info("group %s: abort of %s: %s", self.rank.group, self.update_id or "the update", e)
 
