@@ -167,10 +167,45 @@ async def test_tls_serves_probes_too_and_a_certificate_names_the_caller(tmp_path
         nobody, viewer = ssl.create_default_context(cafile=str(ca)), ssl.create_default_context(cafile=str(ca))
         viewer.load_cert_chain(*certificate(tmp_path, "viewer", "viewer/v"))
         assert (await get(running, "/livez", nobody))[0] == 200
-        assert (await get(running, "/groups/g/readyz", nobody))[0] == 401
+        status, said = await get(running, "/groups/g/readyz", nobody)
+        assert status == 401 and "expected a client certificate" in said["reason"]
         assert (await get(running, "/groups/g/readyz", viewer))[0] == 503
         with pytest.raises((OSError, http.client.HTTPException)):
             await get(running, "/livez")
+
+
+@pytest.mark.skipif(not HAS_OPENSSL, reason="needs the openssl command")
+async def test_half_a_rotation_makes_no_probe_fail_and_a_whole_one_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ssl
+
+    ca = authority(tmp_path)
+    files = certificate(tmp_path, "server", "server")
+    trusting = ssl.create_default_context(cafile=str(ca))
+
+    async with probed(Security(tls=Tls(*files, client_ca=ca))) as running:
+
+        def shown() -> bytes | None:
+            with socket.create_connection(("127.0.0.1", int(running.probes.rpartition(":")[2])), 5) as plain:
+                with trusting.wrap_socket(plain, server_hostname="localhost") as wrapped:
+                    return wrapped.getpeercert(True)
+
+        before = await asyncio.to_thread(shown)
+        for file in (*files, ca):
+            whole = file.read_bytes()
+            for half in (whole[: len(whole) // 2], b""):
+                file.write_bytes(half)
+                for _ in range(2):
+                    assert await get(running, "/livez", trusting) == (200, {"ok": True}), (file.name, half)
+            file.unlink()
+            assert (await get(running, "/readyz", trusting))[0] == 200, file.name
+            file.write_bytes(whole)
+            assert (await get(running, "/readyz", trusting))[0] == 200
+        assert caplog.text.count("the certificates read before stay in use") == 9, "each is told of once"
+        assert await asyncio.to_thread(shown) == before
+        certificate(tmp_path, "server", "server")
+        assert await asyncio.to_thread(shown) != before
 
 
 async def test_silent_clients_hold_up_nobody_and_one_too_many_is_closed() -> None:

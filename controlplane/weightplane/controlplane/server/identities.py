@@ -100,7 +100,8 @@ def by_certificate(names: Iterable[bytes], alternatives: Iterable[bytes]) -> Ide
         if slash and all(r in set(Role) for r in roles.split("+")):
             return Identity(name, frozenset(Role(r) for r in roles.split("+")), scope)
         return Identity(name, frozenset(), scope)
-    text = "the client certificate has no common name ROLE[+ROLE...]/NAME (weightplane certs makes one that has)"
+    text = "expected a client certificate whose common name is ROLE[+ROLE...]/NAME (weightplane certs makes one), or a "
+    text += "bearer token where the server has some; found no certificate with a common name"
     raise Refused(Failure(Reason.UNAUTHENTICATED, text))
 
 

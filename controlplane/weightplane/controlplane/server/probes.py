@@ -31,7 +31,7 @@ from .fields import refuse
 from .metrics import CONTENT_TYPE, exposition
 from .runtime import Group
 from .security import Authoriser, Tls
-from .tls import names_in
+from .tls import Contexts, names_in
 
 __all__ = ["OPEN", "Answer", "Probes", "answer"]
 
@@ -186,7 +186,7 @@ class _Server(BoundedHttpServer):
     request_queue_size = _MOST
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: Tls | None) -> None:
-        self._tls = tls
+        self._tls = Contexts(tls, "probes") if tls is not None else None
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler, _MOST)
 
@@ -196,10 +196,5 @@ class _Server(BoundedHttpServer):
         if self._tls is None:
             super().finish_request(request, client_address)
             return
-        try:
-            context = self._tls.context()
-        except OSError as e:  # the files are read anew each time: half copied, say
-            log.error("probes: no TLS: %s: %s", self._tls.certificate, e)
-            return
-        with context.wrap_socket(request, server_side=True) as wrapped:
+        with self._tls.newest().wrap_socket(request, server_side=True) as wrapped:
             super().finish_request(wrapped, client_address)

@@ -14,7 +14,7 @@ import grpc
 
 from weightplane.controlplane.pems import check_pair
 
-__all__ = ["Tls", "names_in", "stamp_of", "warn_if_readable"]
+__all__ = ["Contexts", "Tls", "names_in", "stamp_of", "warn_if_readable"]
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,32 @@ class Watched:
         ca = self._tls.client_ca.read_bytes() if self._tls.client_ca is not None else None
         pair = (self._tls.key.read_bytes(), self._tls.certificate.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=ca)
+
+
+class Contexts:
+    """For HTTP what ``Watched`` is for gRPC: what the files of a ``Tls`` held when they were last good. Any thread.
+
+    Raises ``OSError`` where they are not good at first.
+    """
+
+    def __init__(self, tls: Tls, who: str) -> None:
+        self._tls, self._who = tls, who
+        self._lock = threading.Lock()
+        self._seen = stamp_of(tls.files)
+        self._good = tls.context()
+
+    def newest(self) -> ssl.SSLContext:
+        """To shake hands with now."""
+        with self._lock:
+            seen = stamp_of(self._tls.files)
+            if seen != self._seen:
+                self._seen = seen
+                try:
+                    self._good = self._tls.context()
+                except (OSError, ValueError) as e:  # half of a rotation, perhaps
+                    text = "%s: %s: %s; the certificates read before stay in use"
+                    log.error(text, self._who, self._tls.certificate, e)
+            return self._good
 
 
 def warn_if_readable(path: Path) -> None:
