@@ -113,6 +113,13 @@ def main() -> int:
         earlier = json.loads(a.json.read_text())
     chaos = Chaos(a.logs, began + a.minutes * 60, a.ttl)
 
+    def part() -> str:
+        """Which part of the matrix was asked for; empty where it is all, or is added to what there was."""
+        asked = [f"--{n} {v}" for n, v in (("only", a.only), ("wires", a.wires)) if v != parser.get_default(n)]
+        if chaos.left and a.minutes < parser.get_default("minutes"):
+            asked.append(f"--minutes {a.minutes:g}")
+        return "" if a.merge else " ".join(asked)
+
     def save() -> None:
         """After every row: what was seen is kept, whatever comes."""
         rows = [r.as_json() for r in chaos.rows]
@@ -128,6 +135,7 @@ def main() -> int:
             "wall_s": time.monotonic() - began + earlier["wall_s"],
             "skipped": skipped,
             "left": chaos.left,
+            "part": part(),
             "rows": rows,
         }
         a.json.parent.mkdir(parents=True, exist_ok=True)

@@ -127,8 +127,11 @@ def main() -> None:
     if not chaos.exists():
         print(f"{out} is left as it is: there is no {chaos} (make chaos)")
         return
-    beside = [json.loads(p.read_text()) if p.exists() else None for p in (vllm, soak)]
-    out.write_text(render(json.loads(chaos.read_text()), *beside), encoding="utf-8")
+    found = {p: json.loads(p.read_text()) for p in (chaos, vllm, soak) if p.exists()}
+    if parts := [f"{p} has a part alone ({f['part']})" for p, f in found.items() if f.get("part")]:
+        print(f"{out} is left as it is: {'; '.join(parts)}. make chaos ARGS='… --merge' adds to what was run before")
+        return
+    out.write_text(render(found[chaos], found.get(vllm), found.get(soak)), encoding="utf-8")
 
 
 if __name__ == "__main__":

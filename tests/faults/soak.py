@@ -126,6 +126,7 @@ def main() -> int:
         "date": date,
         "commit": commit_of(ROOT),
         "seed": a.seed,
+        "part": f"{f.step} publishes" if f.step < parser.get_default("publishes") else "",
         "summary": summary,
         "kinds": dict(soak.kinds),
         "memory": {"first": first, "last": last},

@@ -324,6 +324,7 @@ def main() -> int:
         "date": date,
         "commit": commit_of(ROOT),
         "wall_s": wall_s,
+        "part": f"--wires {a.wires} --only {a.only!r}" if a.only or a.wires != parser.get_default("wires") else "",
         "rows": [r.as_json() for r in rows],
     }
     a.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,42 @@
+"""``docs/faults.md`` is what a whole run found: a trial of a few cases leaves it as it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import chaos, report
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> str:
+    """``make chaos ARGS=words`` where no case takes any time; what the page says then."""
+    found = folder / "chaos.json"
+    monkeypatch.setattr(chaos.Chaos, "fleet", lambda self, wire, ranks, small, cases: None)
+    monkeypatch.setattr(sys, "argv", ["chaos", "--json", str(found), "--logs", str(folder / "logs"), *words])
+    assert chaos.main() == 0
+    page = folder / "faults.md"
+    page.write_text("as published")
+    monkeypatch.setattr(sys, "argv", ["report", str(found), str(folder / "none"), str(folder / "soak"), str(page)])
+    report.main()
+    return page.read_text()
+
+
+def test_a_whole_run_is_published_and_a_part_of_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path).startswith("# Faults")
+    assert run(monkeypatch, tmp_path, "--minutes", "2").startswith("# Faults"), "none was left out"
+    for part in ("--only r1-update", "--wires shm"):
+        assert run(monkeypatch, tmp_path, *part.split()) == "as published"
+        assert f"a part alone ({part})" in capsys.readouterr().out
+        assert run(monkeypatch, tmp_path, *part.split(), "--merge").startswith("# Faults"), "it was added to the rest"
+
+
+def test_a_short_soak_is_not_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    soak: dict[str, Any] = {"part": "50 publishes"}
+    (tmp_path / "soak").write_text(json.dumps(soak))
+    assert run(monkeypatch, tmp_path) == "as published"
