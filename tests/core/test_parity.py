@@ -92,6 +92,8 @@ def test_a_check_of_a_version_that_was_never_committed_is_refused_and_none_is_ke
     g = fleet()
     assert tell(g, check("r1", verdict=Verdict.AT_PARITY), check("r0", 7)) is Reason.INVALID_ARGUMENT
     assert not g.s.history["u1"].parity and g.s.replicas["r0"].admin is Admin.ACTIVE
+    g.to(Phase.ABORTING, "u2")
+    assert tell(g, check("r0", 2)) is Reason.INVALID_ARGUMENT, "its update was aborted"
 
 
 def test_a_fenced_trainers_checks_change_nothing() -> None:

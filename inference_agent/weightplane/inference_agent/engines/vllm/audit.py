@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from weightplane.controlplane.core.model import Condition
@@ -25,13 +26,29 @@ NEUTRAL: Mapping[str, float] = {
 }
 
 
-def audit(found: EngineSettings, declared: Declared) -> tuple[Condition, ...]:
-    """Every condition, in a fixed order, whatever its status."""
-    return tuple(check(found, declared) for check in _CHECKS)
+@dataclass(frozen=True)
+class _Check:
+    """A value that must be the one declared: ``field`` of ``EngineSettings`` and of ``Declared`` alike.
+
+    ``name``: of the value, in words. ``why`` it matters. ``setting``: what makes it so, given what is declared.
+    """
+
+    type: str
+    field: str
+    name: str
+    why: str
+    setting: Callable[[Any], str]
+
+    def __call__(self, found: EngineSettings, declared: Declared) -> Condition:
+        value, wanted = getattr(found, self.field), getattr(declared, self.field)
+        if wanted == "" and self.field == "dtype":
+            wanted = None  # any
+        setting = "" if wanted is None else self.setting(wanted)
+        return _judge(self.type, value, wanted, self.why, setting, self.name)
 
 
 def _judge(kind: str, found: Any, wanted: Any, why: str, setting: str, name: str) -> Condition:
-    """The common form: a value that must be the one declared. ``wanted`` None: any will do."""
+    """``wanted`` None: any will do."""
     if found is None:
         return Condition(kind, "Unknown", "NotTold", f"the engine does not tell its {name}: {why}", setting)
     if wanted is None:
@@ -46,16 +63,9 @@ def _word(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value) or "none"
 
 
-def _logprobs(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "LogprobsMode",
-        found.logprobs_mode,
-        declared.logprobs_mode,
-        "raw log-probabilities are those before temperature, penalties, top-k and top-p, not of the policy that "
-        "sampled; logits are no log-probabilities. Every ratio at another temperature than 1 is then wrong",
-        f"--logprobs-mode {declared.logprobs_mode}",
-        "logprobs mode",
-    )
+def _flag(name: str) -> Callable[[Any], str]:
+    """``--name`` or ``--no-name``."""
+    return lambda on: f"--{'' if on else 'no-'}{name}"
 
 
 def _prefix_caching(found: EngineSettings, declared: Declared) -> Condition:
@@ -65,7 +75,7 @@ def _prefix_caching(found: EngineSettings, declared: Declared) -> Condition:
         found.prefix_caching,
         declared.prefix_caching,
         why,
-        f"--{'' if declared.prefix_caching else 'no-'}enable-prefix-caching",
+        _flag("enable-prefix-caching")(declared.prefix_caching),
         "prefix caching",
     )
     if condition.status != "True" or not found.prefix_caching:
@@ -74,42 +84,6 @@ def _prefix_caching(found: EngineSettings, declared: Declared) -> Condition:
         message = f"prefix caching is on, and updates use the cache policy {found.cache_policy}: {why}"
         return Condition("PrefixCaching", "False", "KeptAcrossUpdates", message, "publish(cache='clear')")
     return condition
-
-
-def _cache_policy(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "CachePolicy",
-        found.cache_policy,
-        declared.cache_policy,
-        "with `clear` requests in flight are computed again under the new weights; with `keep` and `salt` they go on "
-        "from keys and values of the old ones, which the trainer does not have",
-        f"publish(cache='{declared.cache_policy}')",
-        "cache policy of updates",
-    )
-
-
-def _pause(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "PauseMode",
-        found.pause_mode,
-        declared.pause_mode,
-        "`keep` lets an output go on under the new weights, so that it is of several versions and its spans must be "
-        "used; `wait` and `abort` end it first",
-        f"publish(pause='{declared.pause_mode}')",
-        "pause mode of updates",
-    )
-
-
-def _async(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "AsyncScheduling",
-        found.async_scheduling,
-        declared.async_scheduling,
-        "one step is scheduled before the last one's tokens are known; it is a default that changed between releases, "
-        "so two fleets that are set up alike differ in it",
-        f"--{'' if declared.async_scheduling else 'no-'}async-scheduling",
-        "async scheduling",
-    )
 
 
 def _sampling(found: EngineSettings, declared: Declared) -> Condition:
@@ -132,86 +106,6 @@ def _not_neutral(values: Mapping[str, float]) -> dict[str, float]:
         for k, v in sorted(values.items())
         if k in NEUTRAL and v is not None and v != NEUTRAL[k] and not (k == "top_k" and v < 0)
     }
-
-
-def _dtype(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "Dtype",
-        found.dtype,
-        declared.dtype or None,
-        "each side rounds at other places: every token differs by the size of the coarser dtype's rounding",
-        f"--dtype {declared.dtype}",
-        "dtype",
-    )
-
-
-def _head(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "HeadDtype",
-        found.head_dtype,
-        declared.head_dtype,
-        "logits are rounded in proportion to their size, and log-probabilities by as much (MiniMax-M1, "
-        "arXiv:2506.13585, and ScaleRL, arXiv:2510.13786, compute the head in float32)",
-        f"""--hf-overrides '{{"head_dtype": "{declared.head_dtype}"}}'""",
-        "dtype of the last projection",
-    )
-
-
-def _kv(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "KvCacheDtype",
-        found.kv_cache_dtype,
-        declared.kv_cache_dtype,
-        "keys and values are rounded once more than the trainer rounds them",
-        f"--kv-cache-dtype {declared.kv_cache_dtype}",
-        "dtype of cached keys and values",
-    )
-
-
-def _quantization(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "Quantization",
-        found.quantization,
-        declared.quantization,
-        "the engine computes with other weights than the trainer sends",
-        f"--quantization {declared.quantization}" if declared.quantization else "no --quantization",
-        "quantization",
-    )
-
-
-def _chunked(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "ChunkedPrefill",
-        found.chunked_prefill,
-        declared.chunked_prefill,
-        "a prompt cut in pieces is added up in another order: rounding differs from prompt to prompt with the load",
-        f"--{'' if declared.chunked_prefill else 'no-'}enable-chunked-prefill",
-        "chunked prefill",
-    )
-
-
-def _invariant(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "BatchInvariance",
-        found.batch_invariant,
-        declared.batch_invariant,
-        "without it the same request is rounded otherwise in another batch",
-        f"VLLM_BATCH_INVARIANT={int(bool(declared.batch_invariant))}",
-        "batch invariance",
-    )
-
-
-def _speculative(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "SpeculativeDecoding",
-        found.speculative,
-        declared.speculative,
-        "tokens are then scored several at a time after a draft, and drafts are older than the model",
-        f"--speculative-config with method {declared.speculative}"
-        if declared.speculative
-        else "no --speculative-config",
-        "speculative decoding",
-    )
 
 
 def _release(found: EngineSettings, declared: Declared) -> Condition:
@@ -242,31 +136,102 @@ def _release(found: EngineSettings, declared: Declared) -> Condition:
     )
 
 
-def _weights(found: EngineSettings, declared: Declared) -> Condition:
-    return _judge(
-        "WeightVersion",
-        found.weight_version,
-        declared.weight_version,
-        "log-probabilities of other weights are of another policy",
-        f"publish version {declared.weight_version} to it",
-        "version of its weights",
-    )
-
-
 _CHECKS: tuple[Callable[[EngineSettings, Declared], Condition], ...] = (
-    _logprobs,
+    _Check(
+        "LogprobsMode",
+        "logprobs_mode",
+        "logprobs mode",
+        "raw log-probabilities are those before temperature, penalties, top-k and top-p, not of the policy that "
+        "sampled; logits are no log-probabilities. Every ratio at another temperature than 1 is then wrong",
+        "--logprobs-mode {}".format,
+    ),
     _sampling,
     _prefix_caching,
-    _cache_policy,
-    _pause,
-    _async,
-    _dtype,
-    _head,
-    _kv,
-    _quantization,
-    _chunked,
-    _invariant,
-    _speculative,
+    _Check(
+        "CachePolicy",
+        "cache_policy",
+        "cache policy of updates",
+        "with `clear` requests in flight are computed again under the new weights; with `keep` and `salt` they go on "
+        "from keys and values of the old ones, which the trainer does not have",
+        "publish(cache='{}')".format,
+    ),
+    _Check(
+        "PauseMode",
+        "pause_mode",
+        "pause mode of updates",
+        "`keep` lets an output go on under the new weights, so that it is of several versions and its spans must be "
+        "used; `wait` and `abort` end it first",
+        "publish(pause='{}')".format,
+    ),
+    _Check(
+        "AsyncScheduling",
+        "async_scheduling",
+        "async scheduling",
+        "one step is scheduled before the last one's tokens are known; it is a default that changed between releases, "
+        "so two fleets that are set up alike differ in it",
+        _flag("async-scheduling"),
+    ),
+    _Check(
+        "Dtype",
+        "dtype",
+        "dtype",
+        "each side rounds at other places: every token differs by the size of the coarser dtype's rounding",
+        "--dtype {}".format,
+    ),
+    _Check(
+        "HeadDtype",
+        "head_dtype",
+        "dtype of the last projection",
+        "logits are rounded in proportion to their size, and log-probabilities by as much (MiniMax-M1, "
+        "arXiv:2506.13585, and ScaleRL, arXiv:2510.13786, compute the head in float32)",
+        """--hf-overrides '{{"head_dtype": "{}"}}'""".format,
+    ),
+    _Check(
+        "KvCacheDtype",
+        "kv_cache_dtype",
+        "dtype of cached keys and values",
+        "keys and values are rounded once more than the trainer rounds them",
+        "--kv-cache-dtype {}".format,
+    ),
+    _Check(
+        "Quantization",
+        "quantization",
+        "quantization",
+        "the engine computes with other weights than the trainer sends",
+        lambda wanted: f"--quantization {wanted}" if wanted else "no --quantization",
+    ),
+    _Check(
+        "ChunkedPrefill",
+        "chunked_prefill",
+        "chunked prefill",
+        "a prompt cut in pieces is added up in another order: rounding differs from prompt to prompt with the load",
+        _flag("enable-chunked-prefill"),
+    ),
+    _Check(
+        "BatchInvariance",
+        "batch_invariant",
+        "batch invariance",
+        "without it the same request is rounded otherwise in another batch",
+        lambda wanted: f"VLLM_BATCH_INVARIANT={int(bool(wanted))}",
+    ),
+    _Check(
+        "SpeculativeDecoding",
+        "speculative",
+        "speculative decoding",
+        "tokens are then scored several at a time after a draft, and drafts are older than the model",
+        lambda wanted: f"--speculative-config with method {wanted}" if wanted else "no --speculative-config",
+    ),
     _release,
-    _weights,
+    _Check(
+        "WeightVersion",
+        "weight_version",
+        "version of its weights",
+        "log-probabilities of other weights are of another policy",
+        "publish version {} to it".format,
+    ),
 )
+
+
+def audit(found: EngineSettings, declared: Declared) -> tuple[Condition, ...]:
+    """Every condition, in a fixed order, whatever its status."""
+    return tuple(check(found, declared) for check in _CHECKS)
