@@ -17,7 +17,7 @@ import torch
 
 from tests.transports.pull_memory import MemoryExporter, MemoryTransport
 from weightplane.controlplane.core.plan import Bucket, Segment
-from weightplane.transports import pull, pull_control, pull_receive, pull_wire
+from weightplane.transports import pull, pull_control, pull_declared, pull_senders, pull_wire
 from weightplane.transports.base import (
     ArmToken,
     ChannelAborted,
@@ -159,7 +159,9 @@ def test_the_same_list_is_exported_once(transport: MemoryTransport) -> None:
             assert bool((target == update).all())
     exporter = sender._exporter
     assert isinstance(exporter, MemoryExporter) and exporter.exports == 2
-    assert all(r._senders["s"].entries[0][0] == 1 for r in receivers), "the same memory in another list is no new table"
+    assert all(r._senders.known["s"].declared.entries[0][0] == 1 for r in receivers), (
+        "the same memory in another list is no new table"
+    )
     for receiver in receivers:
         receiver.close()
     sender.close()
@@ -184,7 +186,7 @@ def test_lists_that_nobody_else_holds_are_let_go_of(pair: tuple[PullSendChannel,
     thread = taken(receiver, bucket(0), torch.zeros(1000, dtype=torch.uint8))
     sender.send(bucket(0), [full(9)])
     thread.join(5)
-    assert len(receiver._senders["s"].regions) == 1, "the receiver was told which regions are gone"
+    assert len(receiver._senders.known["s"].declared.regions) == 1, "the receiver was told which regions are gone"
 
 
 def test_a_long_table_is_split(transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +201,7 @@ def test_a_long_table_is_split(transport: MemoryTransport, monkeypatch: pytest.M
     sender.send(bucket(0), [source[i * 10 : i * 10 + 10].clone() for i in range(100)])
     sender.flush()
     thread.join(5)
-    assert bool((target == source).all()) and len(receiver._senders["s"].entries[0][1].sizes) == 100
+    assert bool((target == source).all()) and len(receiver._senders.known["s"].declared.entries[0][1].sizes) == 100
     receiver.close()
     sender.close()
 
@@ -231,8 +233,8 @@ def test_an_answer_of_an_earlier_update_is_no_answer(pair: tuple[PullSendChannel
     receiver.arm(ArmToken("v", 1, 1), [bucket(0)], soon())
     sender.arm(ArmToken("v", 1, 1), [bucket(0)], soon(0.5))
     sender.send(bucket(0), [full(2)])
-    receiver._say(receiver._senders["s"], PullMessage(done=PullDone(bucket=0, armed=1)))
-    receiver._say(receiver._senders["s"], PullMessage(done=PullDone(bucket=77, armed=2)))
+    receiver._senders.say(receiver._senders.known["s"], PullMessage(done=PullDone(bucket=0, armed=1)))
+    receiver._senders.say(receiver._senders.known["s"], PullMessage(done=PullDone(bucket=77, armed=2)))
     with pytest.raises(ChannelTimeout, match="waited for 'r0' in bucket 0"):
         sender.flush()
 
@@ -330,14 +332,14 @@ def test_an_abort_that_ends_the_connection_is_not_blamed_on_the_sender(
 ) -> None:
     """The abort comes between the look whether there was one and the look at the connection, which it ended."""
     sender, receiver = pair
-    ended = receiver._ended
+    ended = pull_senders.Sender.ended
 
-    def aborted_just_before(of: Any) -> bool:
+    def aborted_just_before(of: pull_senders.Sender) -> bool:
         receiver.abort("enough")
         return ended(of)
 
     sender.send(bucket(0), [full(1)])
-    monkeypatch.setattr(receiver, "_ended", aborted_just_before)
+    monkeypatch.setattr(pull_senders.Sender, "ended", aborted_just_before)
     with pytest.raises(ChannelAborted, match="enough"):
         receiver.receive(bucket(0), [torch.zeros(1000, dtype=torch.uint8)])
 
@@ -667,7 +669,7 @@ def test_a_sender_that_declares_nonsense_is_named(
 def test_what_a_sender_may_declare_is_bounded(
     transport: MemoryTransport, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_receive, "_MOST", 50)
+    monkeypatch.setattr(pull_declared, "_MOST", 50)
     many = [place(bucket=i, regions=[1] * 10, offsets=[0] * 10, sizes=[1] * 10) for i in range(6)]
     table = PullMessage(table=PullTable(regions=[region(1, SOURCE)], buckets=many))
     found, _ = scripted(transport, script, table)

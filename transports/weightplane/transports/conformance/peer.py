@@ -165,7 +165,6 @@ class Member:
             "peak_kib": int(status.split("VmHWM:")[1].split()[0]),
             "maps": maps,
             "pid": os.getpid(),
-            "cpu_s": time.process_time(),
             **on_device,
         }
 
