@@ -15,7 +15,7 @@ from weightplane.v1 import weight_transfer_pb2 as wt
 
 __all__ = ["RULES"]
 
-_LEASE_S = 8.0  # in which a trainer's lease is seen; its process has to start, too
+_LEASE_S = 8.0  # after its first call, in which a trainer's lease is seen
 _SOON_S = 6.0  # in which a trainer that was told ends; it starts no process and moves nothing
 
 
@@ -36,6 +36,7 @@ def order(stage: Stage, client: Client) -> None:
     """init, manifest, placement, start, update, digests, finish; and a lease, held while the update is open."""
     stage.stand_still("replica.arm.before")  # an update lasts here as long as its lease may take to be seen
     process = client.start(stage)
+    _within(60, lambda: stage.calls or process.poll() is not None)  # its process starts
     held = _within(_LEASE_S, lambda: stage.leases)
     stage.go_on.set()
     code, said = ended(process, 60)
