@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 from pathlib import Path
 
@@ -140,6 +141,9 @@ def test_what_is_wrong_is_said_with_its_reason_and_exit_code(launched: Launched,
     (tmp_path / "gap").write_bytes(gap)
     odd = path.read_bytes().replace(b'"F32"', b'"F33"')
     (tmp_path / "odd").write_bytes(odd)
+    (tmp_path / "void").write_bytes(struct.pack("<Q", 2) + b"{}")
+    (tmp_path / "bare").write_bytes(struct.pack("<Q", 7) + b'{"w":1}')
+    os.mkfifo(tmp_path / "pipe")
     for args, code, reason, told in (
         (["--file", str(tmp_path / "cut")], 2, "INVALID_ARGUMENT", "cut: tensor"),
         (["--file", str(tmp_path / "text")], 2, "INVALID_ARGUMENT", "not a safetensors file"),
@@ -147,13 +151,24 @@ def test_what_is_wrong_is_said_with_its_reason_and_exit_code(launched: Launched,
         (["--file", str(tmp_path / "odd")], 2, "INVALID_ARGUMENT", "F33"),
         (["--file", str(tmp_path / "none")], 2, "INVALID_ARGUMENT", "No such file"),
         (["--file", str(tmp_path)], 2, "INVALID_ARGUMENT", "is not a file"),
+        (["--file", str(tmp_path / "pipe")], 2, "INVALID_ARGUMENT", "is not a file"),
+        (["--file", str(tmp_path / "void")], 2, "INVALID_ARGUMENT", "no tensor is in it"),
+        (["--file", str(tmp_path / "bare")], 2, "INVALID_ARGUMENT", "its entry has no dtype"),
         ([], 2, "INVALID_ARGUMENT", "--group and --file are needed"),
+        (["--bogus"], 2, "INVALID_ARGUMENT", "what is '--bogus'"),
         (["--file", str(path), "--step", "x"], 2, "INVALID_ARGUMENT", "--step: expected a whole number"),
         (["--file", str(path), "--transport", "ucx"], 2, "INVALID_ARGUMENT", "ucx"),
         (["--file", str(path), "--group", "no such group"], 2, "INVALID_ARGUMENT", "group"),
         (["--file", str(path), "--wait", "0"], 4, "NOT_ENOUGH_REPLICAS", ""),
-        (["--file", str(path), "--address", "10.255.0.1:1"], 4, "INVALID_ARGUMENT", "WEIGHTPLANE_INSECURE"),
-        (["--file", str(path), "--address", "127.0.0.1:1"], 3, "UNREACHABLE", "InitTransfer"),
+        (["--file", str(path), "--address", "10.255.0.1:1"], 2, "INVALID_ARGUMENT", "WEIGHTPLANE_INSECURE"),
+        (["--file", str(path), "--address", "127.0.0.1:99999"], 2, "INVALID_ARGUMENT", "a port from 1 to 65535"),
+        (["--file", str(path), "--address", "127.0.0.1"], 2, "INVALID_ARGUMENT", "expected host:port"),
+        (
+            ["--file", str(path), "--address", "127.0.0.1:1"],
+            3,
+            "UNREACHABLE",
+            "127.0.0.1:1: does a control plane listen",
+        ),
     ):
         said = fleet.publish(*args, code=code)
         assert said["reason"] == reason and told in said["message"], (args, said)
@@ -166,6 +181,7 @@ def test_names_that_the_engine_does_not_have_are_refused_by_name(launched: Launc
     fleet.publish("--file", str(path))
     said = fleet.publish("--file", str(weights(tmp_path / "x.safetensors", 1.0, "x")), code=5)
     assert said["reason"] == "MANIFEST_MISMATCH" and "x0" in said["message"] and said["member"] == "a", said
+    assert said["update_id"], said
     assert fleet.get("a", "/version")["version"] == 1
     assert fleet.publish("--file", str(path))["replicas"] == {"a": "READY"}
 

@@ -107,6 +107,7 @@ async def test_errors_are_gRPCs_own_in_full(method: str, body: dict[str, Any], s
         (TRANSFER + "GetUpdate", {"group": "g", "update_id": "u", "request_id": "q"}, {}, 400, "oneof"),
         (FLEET + "GetAll", {}, {}, 404, "no method"),
         ("/", {}, {}, 404, "expected POST /weightplane.v1.Service/Method"),
+        (FLEET + "ListGroups/", {}, {}, 404, "expected POST /weightplane.v1.Service/Method"),
         ("/weightplane.v1.AgentService/Session", {}, {}, 501, "dial gRPC"),
         (FLEET + "ListGroups", {}, {"Content-Type": "text/plain"}, 415, "application/json"),
         (FLEET + "ListGroups", {}, {"Host": "evil.example"}, 403, "host"),

@@ -53,7 +53,7 @@ std::shared_ptr<grpc::Channel> dial(const std::string &address, const Identity &
         return grpc::CreateCustomChannel(address, credentials, options);
     }
     if (!is_loopback(address) && environment("WEIGHTPLANE_INSECURE") != "1")
-        throw Error(Exit::refused, "INVALID_ARGUMENT",
+        throw Error(Exit::usage, "INVALID_ARGUMENT",
                     address + " is not this machine's, and no --tls-ca is given: set WEIGHTPLANE_INSECURE=1 where the "
                               "network between is trusted with plaintext");
     return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), options);
@@ -61,9 +61,10 @@ std::shared_ptr<grpc::Channel> dial(const std::string &address, const Identity &
 
 ControlPlane::ControlPlane(const std::string &address, const Identity &identity)
     : stub_(weightplane::v1::WeightTransferService::NewStub(dial(address, identity))), token_(identity.token),
-      advice_(identity.ca.empty() ? " (if it speaks TLS: --tls-ca)"
-                                  : " (looked for with TLS: is the certificate for this name, from this authority, and "
-                                    "does it ask for one of ours?)") {}
+      advice_(" (" + address +
+              (identity.ca.empty() ? ": does a control plane listen there? If it speaks TLS: --tls-ca)"
+                                   : ", with TLS: is its certificate for this name, from this authority, and does it ask "
+                                     "for one of ours?)")) {}
 
 void ControlPlane::begin(grpc::ClientContext &context) const {
     if (!token_.empty())

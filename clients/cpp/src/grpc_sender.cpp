@@ -127,7 +127,7 @@ public:
             const auto &port = port_of(receiver);
             auto shown = own; // the receiver says whom to trust; ours is what it asks for
             shown.ca = port.ca_pem();
-            stream.stub = std::make_unique<Stub>(dial(port.address(), shown));
+            stream.stub = std::make_unique<Stub>(reach(receiver, port.address(), shown));
             streams_.push_back(std::move(stream));
         }
     }
@@ -159,6 +159,15 @@ private:
         if (offer == s_.channel.offers().end() || offer->second.grpc().address().empty())
             throw Error(Exit::failed, "TRANSPORT", receiver + " offers no data port", receiver);
         return offer->second.grpc();
+    }
+
+    static std::shared_ptr<grpc::Channel> reach(const std::string &receiver, const std::string &address,
+                                                const Identity &shown) {
+        try {
+            return dial(address, shown);
+        } catch (const Error &why) { // no matter of our command line
+            throw Error(Exit::failed, "TRANSPORT", "the data port of " + receiver + ": " + why.what(), receiver);
+        }
     }
 
     void start(Stream &stream) {

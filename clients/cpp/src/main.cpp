@@ -1,6 +1,9 @@
 // publish_checkpoint: puts a safetensors file on a fleet of inference engines. See kUsage in options.cpp.
+#include <csignal>
+#include <fcntl.h>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <unistd.h>
 
 #include "publication.hpp"
 #include "signals.hpp"
@@ -46,6 +49,23 @@ json shown(const Error &error, const std::string &update_id) {
 
 void print(const json &line) { // text of others may be no UTF-8
     std::cout << line.dump(-1, ' ', false, json::error_handler_t::replace) << std::endl;
+    if (!std::cout) // the status still says what became of the publish
+        std::cerr << "publish_checkpoint: the line of JSON could not be written to standard output" << std::endl;
+}
+
+// Whatever we open must not become a standard stream that the caller has closed; who reads our output, or limits files,
+// does not end us in the middle of an update.
+void keep_to_ourselves() {
+    while (true) {
+        const int fd = open("/dev/null", O_RDWR);
+        if (fd < 0 || fd > 2) {
+            if (fd > 2)
+                close(fd);
+            break;
+        }
+    }
+    std::signal(SIGPIPE, SIG_IGN);
+    std::signal(SIGXFSZ, SIG_IGN);
 }
 
 int publish(const Options &options, std::string &update_id) {
@@ -66,6 +86,7 @@ int publish(const Options &options, std::string &update_id) {
 
 int main(int argc, char **argv) {
     std::string update_id;
+    keep_to_ourselves();
     try {
         const auto options = parse(argc, argv);
         if (options.help) {

@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
+#include <map>
 #include <sstream>
 
 #include "errors.hpp"
@@ -13,7 +15,8 @@ const char kUsage[] = R"(publish_checkpoint --group NAME --file MODEL.safetensor
 
 Puts a checkpoint on every replica of a group that may take part, or on none. Ctrl-C aborts cleanly.
 
-  --address HOST:PORT    the control plane (default 127.0.0.1:7450)
+  --group NAME           the group (or WEIGHTPLANE_GROUP)
+  --address HOST:PORT    the control plane (or WEIGHTPLANE_ADDRESS; default 127.0.0.1:7450)
   --transport NAME       auto (default): the best for each replica, of shm (replicas of this host and user) and grpc;
                          shm or grpc: this one for all; from a GPU's memory, into which the file is copied first:
                          cuda_ipc (replicas of this host, on the same GPU or its peers), nccl (on GPUs of their own)
@@ -40,7 +43,7 @@ double seconds(const std::string &name, const std::string &text, double least) {
     char *end = nullptr;
     const double value = std::strtod(text.c_str(), &end);
     if (end == text.c_str() || *end != '\0' || !std::isfinite(value) || value < least || value > 1e6)
-        refuse(name + ": expected seconds, found '" + text + "'");
+        refuse(name + ": expected seconds from " + std::string(least > 0 ? "1" : "0") + " to 1000000, found '" + text + "'");
     return value;
 }
 
@@ -79,12 +82,50 @@ Identity identity(const Identity &paths) {
     return {content(paths.ca), content(paths.cert), content(paths.key), paths.token};
 }
 
+// gRPC would take a missing port for another one, and one that is too large modulo 65536.
+void check_address(const std::string &address) {
+    if (address.rfind("unix:", 0) == 0)
+        return;
+    const auto colon = address.rfind(':');
+    const auto port = colon == std::string::npos ? "" : address.substr(colon + 1);
+    const bool digits = !port.empty() && port.size() <= 5 && port.find_first_not_of("0123456789") == std::string::npos;
+    if (!digits || colon == 0 || std::stoi(port) < 1 || std::stoi(port) > 65535)
+        refuse("--address: expected host:port with a port from 1 to 65535, found '" + address + "'");
+}
+
+using Setter = std::function<void(const std::string &)>;
+
+// What each option that has a value does with it.
+std::map<std::string, Setter> setters(Options &o, Identity &paths) {
+    const auto text = [](std::string &to) { return [&to](const std::string &value) { to = value; }; };
+    return {
+        {"--address", text(o.address)},
+        {"--group", text(o.group)},
+        {"--file", text(o.file)},
+        {"--transport", text(o.transport)},
+        {"--trainer-id", text(o.trainer_id)},
+        {"--tls-ca", text(paths.ca)},
+        {"--tls-cert", text(paths.cert)},
+        {"--tls-key", text(paths.key)},
+        {"--token", text(paths.token)},
+        {"--device",
+         [&o](const auto &v) { o.device = static_cast<int>(std::min<std::int64_t>(whole("--device", v), 1'000'000)); }},
+        {"--step", [&o](const auto &v) { o.step = whole("--step", v); }},
+        {"--timeout", [&o](const auto &v) { o.timeout = seconds("--timeout", v, 1); }},
+        {"--wait", [&o](const auto &v) { o.wait = seconds("--wait", v, 0); }},
+    };
+}
+
 } // namespace
 
 Options parse(int argc, char **argv) {
     Options o;
+    o.group = environment("WEIGHTPLANE_GROUP");
+    if (const auto address = environment("WEIGHTPLANE_ADDRESS"); !address.empty())
+        o.address = address;
     Identity paths{environment("WEIGHTPLANE_CA"), environment("WEIGHTPLANE_CERT"), environment("WEIGHTPLANE_KEY"),
                    environment("WEIGHTPLANE_TOKEN")};
+    const auto known = setters(o, paths);
     for (int i = 1; i < argc; ++i) {
         const std::string name = argv[i];
         if (name == "--help" || name == "-h") {
@@ -95,43 +136,19 @@ Options parse(int argc, char **argv) {
             o.takeover = true;
             continue;
         }
-        if (i + 1 == argc)
-            refuse(name.rfind("--", 0) == 0 ? name + " needs a value" : "what is '" + name + "'? See --help");
-        const std::string value = argv[++i];
-        if (name == "--address")
-            o.address = value;
-        else if (name == "--group")
-            o.group = value;
-        else if (name == "--file")
-            o.file = value;
-        else if (name == "--transport")
-            o.transport = value;
-        else if (name == "--trainer-id")
-            o.trainer_id = value;
-        else if (name == "--device")
-            o.device = static_cast<int>(std::min<std::int64_t>(whole(name, value), 1'000'000));
-        else if (name == "--tls-ca")
-            paths.ca = value;
-        else if (name == "--tls-cert")
-            paths.cert = value;
-        else if (name == "--tls-key")
-            paths.key = value;
-        else if (name == "--token")
-            paths.token = value;
-        else if (name == "--step")
-            o.step = whole(name, value);
-        else if (name == "--timeout")
-            o.timeout = seconds(name, value, 1);
-        else if (name == "--wait")
-            o.wait = seconds(name, value, 0);
-        else
+        const auto setter = known.find(name);
+        if (setter == known.end())
             refuse("what is '" + name + "'? See --help");
+        if (i + 1 == argc)
+            refuse(name + " needs a value");
+        setter->second(argv[++i]);
     }
     if (o.group.empty() || o.file.empty())
         refuse("--group and --file are needed; see --help");
+    check_address(o.address);
     o.identity = identity(paths);
-    for (const char *known : {"auto", "shm", "grpc", "cuda_ipc", "nccl"})
-        if (o.transport == known)
+    for (const char *transport : {"auto", "shm", "grpc", "cuda_ipc", "nccl"})
+        if (o.transport == transport)
             return o;
     refuse("--transport '" + o.transport + "': this program has auto, shm, grpc, cuda_ipc and nccl");
 }

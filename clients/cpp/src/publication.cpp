@@ -30,6 +30,18 @@ bool over(const v1::UpdateInfo &update) {
     return update.phase() == v1::UPDATE_PHASE_ABORTING || update.phase() == v1::UPDATE_PHASE_ABORTED;
 }
 
+// What a stream or a digest fails of where the file changed meanwhile.
+Error cause_of(const Error &error, const Safetensors &source) {
+    if (error.exit != Exit::failed)
+        return error;
+    try {
+        source.check_unchanged();
+    } catch (const Error &changed) {
+        return changed;
+    }
+    return error;
+}
+
 } // namespace
 
 Publication::Publication(const Options &options, const Safetensors &source, Stop &stop)
@@ -45,13 +57,15 @@ Outcome Publication::run() {
         start();
         const auto began = Clock::now();
         update();
+        source_.check_unchanged();
         const auto info = finish();
         const std::chrono::duration<double> took = Clock::now() - began;
         rounds_.clear();
         close();
         return {info, bytes_, took.count(), used()};
-    } catch (const Error &why) {
+    } catch (const Error &error) {
         rounds_.clear(); // our side first: it may hold receivers up
+        const Error why = cause_of(error, source_);
         if (opening_) {
             const auto stands = abort(why.what());
             if (stands && decided(*stands)) { // it was decided before: that counts
@@ -60,7 +74,7 @@ Outcome Publication::run() {
             }
         }
         close();
-        throw;
+        throw why;
     }
 }
 
@@ -137,7 +151,9 @@ void Publication::start() {
             started_ = plane_.call("StartUpdate", &Stub::StartUpdate, ask, in_seconds(options_.timeout + kMargin), stop_);
             break;
         } catch (const Refused &e) {
-            opening_ = e.update.has_value();
+            opening_ = e.update && !over(*e.update);
+            if (e.update)
+                token_.update_id = e.update->update_id();
             if ((e.reason != "REBIND_REQUIRED" && e.reason != "NOT_ENOUGH_REPLICAS") || Clock::now() >= patience)
                 throw;
         }

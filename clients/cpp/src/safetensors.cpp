@@ -44,13 +44,17 @@ std::uint64_t expected_bytes(const weightplane::TensorMeta &meta, std::uint64_t 
     std::uint64_t n = weightplane::dtype_bytes(meta.dtype);
     for (const auto d : meta.shape) {
         if (static_cast<std::uint64_t>(d) > limit / n)
-            throw std::invalid_argument("its shape is larger than the file");
+            throw std::invalid_argument("its shape takes more than the " + std::to_string(limit) +
+                                        " bytes that the file has for tensors");
         n *= static_cast<std::uint64_t>(d);
     }
     return n;
 }
 
 Entry entry_of(const std::string &name, const json &row, std::uint64_t body) {
+    for (const char *key : {"dtype", "shape", "data_offsets"})
+        if (!row.is_object() || row.count(key) == 0)
+            throw std::invalid_argument(std::string("its entry has no ") + key);
     Entry e;
     e.meta.name = name;
     const auto &dtype = row.at("dtype").get_ref<const std::string &>();
@@ -104,6 +108,8 @@ Safetensors::Safetensors(const std::string &path) : file_(path) {
     const std::uint64_t size = file_.size() - 8 - length;
     std::vector<Entry> entries;
     const auto header = header_of(path, file_.data() + 8, length);
+    if (header.empty())
+        refuse(path, "no tensor is in it");
     for (const auto &[name, row] : header.items()) {
         try {
             if (name.empty())

@@ -16,6 +16,8 @@ public:
     const weightplane::Manifest &manifest() const { return manifest_; }
     // First byte of a tensor.
     const std::uint8_t *bytes(std::size_t tensor) const { return at_[tensor]; }
+    // Throws Error if the file was written to since it was opened: what was read may be of two versions.
+    void check_unchanged() const { file_.check_unchanged(); }
 
 private:
     MappedFile file_;

@@ -86,6 +86,19 @@ void sweep(const std::string &directory) {
 
 } // namespace
 
+void check_shm_room() {
+    const auto directory = shm_directory();
+    constexpr auto size = ShmSegment::kSlots * ShmSegment::kSlotBytes;
+    const int fd = ::open(directory.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
+    if (fd < 0)
+        fail(directory, "no shared memory can be made (set WEIGHTPLANE_SHM_DIR, or use grpc)");
+    const int why = posix_fallocate(fd, 0, static_cast<off_t>(size));
+    ::close(fd);
+    errno = why;
+    if (why != 0)
+        fail(directory, std::to_string(size >> 10) + " KiB of shared memory are needed (make room, or use grpc)");
+}
+
 std::string shm_directory() {
     const char *given = std::getenv("WEIGHTPLANE_SHM_DIR");
     return given == nullptr ? "/dev/shm" : given;

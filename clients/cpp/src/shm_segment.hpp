@@ -11,6 +11,8 @@
 // Where segments are; the host as a receiver names it (boot, mount, user).
 std::string shm_directory();
 std::string shm_host();
+// Throws Error with reason TRANSPORT where a segment cannot be made there, or does not fit.
+void check_shm_room();
 
 // File name of a sender's segment, and the 16 bytes that stand for an update in it.
 std::string shm_name(const std::string &channel_id, const std::string &sender);

@@ -1,7 +1,5 @@
 #include "transport.hpp"
 
-#include <cerrno>
-#include <cstring>
 #include <unistd.h>
 
 #include "cuda_ipc.hpp"
@@ -19,11 +17,7 @@ public:
     std::string name() const override { return "shm"; }
 
     v1::Rendezvous offer() override {
-        const auto directory = shm_directory();
-        if (access(directory.c_str(), W_OK | X_OK) != 0)
-            throw Error(Exit::failed, "TRANSPORT",
-                        "no shared memory can be made in " + directory + ": " + std::strerror(errno) +
-                            ": set WEIGHTPLANE_SHM_DIR, or use grpc");
+        check_shm_room();
         v1::Rendezvous out;
         out.set_transport(name());
         out.mutable_shm()->set_host_id(shm_host());

@@ -84,6 +84,7 @@ class Gateway:
             routes=[Route("/{service}/{method}", self._call, methods=["POST"])],
             exception_handlers={HTTPException: _elsewhere, _Refusal: _refused},
         )
+        self.app.router.redirect_slashes = False  # a redirect says nothing in JSON, and curl drops the body
 
     async def _call(self, request: Request) -> Response:
         method = self._methods.get(request.url.path)
