@@ -189,3 +189,35 @@ def test_a_plan_is_made_from_what_was_asked() -> None:
     job = prepare(Asked("u", scorer="math:exp", vocab=99, prompts=3, prompt_tokens=7, tokens=5, completions=4, seed=2))
     assert job.plan == Plan(draw_prompts(2, 3, 7, 99), DEFAULT_SAMPLINGS, 4, 5, 2)
     assert job.scorer is math.exp and job.thresholds == FLOAT32
+
+
+def test_every_option_of_the_commands_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from weightplane.parity import running
+
+    seen: list[Asked] = []
+
+    def stop(asked: Asked, *_: object) -> None:
+        seen.append(asked)
+        raise running.ProbeError("enough")
+
+    monkeypatch.setattr(running, "prepare", stop)
+    monkeypatch.setattr(running, "diagnosed", stop)
+    both = {
+        "url": "http://h:1", "checkpoint": tmp_path, "scorer": "m:f", "version": 3, "dtype": "bfloat16",
+        "head_dtype": "float16", "seed": 5, "prompts": 6, "prompt_tokens": 7, "tokens": 8, "completions": 9,
+    }  # fmt: skip
+    own: dict[str, dict[str, object]] = {
+        "check": {"vocab": 10},
+        "diagnose": {"previous": tmp_path, "fresh": "http://h:2", "in_flight": 11.0, "cache": "keep"},
+    }
+    for command, more in own.items():
+        words = [w for k, v in {**both, **more}.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+        words += ["--sampling", "0.7", "--sampling", "1", "--bound", "ess=0.5", "--json"]
+        assert CliRunner().invoke(app, ["parity", command, *words]).exit_code == 4
+        others = {"cache_policy": more["cache"]} if "cache" in more else {}
+        wanted = {**both, **{k: v for k, v in more.items() if k != "cache"}, **others}
+        asked = Asked(samplings=["0.7", "1"], bounds=["ess=0.5"], **wanted)  # type: ignore[arg-type]
+        assert seen.pop() == asked
+        CliRunner().invoke(app, ["parity", command])
+        plain = seen.pop()
+        assert (plain.version, plain.checkpoint, tuple(plain.samplings)) == (None, None, ())

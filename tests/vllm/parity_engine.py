@@ -45,7 +45,11 @@ class ParityEngine:
         tensors = {n: tensors_of(f) for n, f in folders.items()}
         self._tensors = tensors
         self._live = {k: t.clone() for k, t in tensors[self.names[0]].items()}
-        self._fleet = Fleet(GROUP, plane, {"a": self.server.wait_healthy()}, logs)
+        try:
+            self._fleet = Fleet(GROUP, plane, {"a": self.server.wait_healthy()}, logs)
+        except BaseException:
+            self.server.kill()
+            raise
         self._plane, self._step = plane, 0
         self.held, self.version = self.names[0], 0
         self.before, self.version_before = "", 0

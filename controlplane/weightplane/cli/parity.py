@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from weightplane.v1.common_pb2 import CachePolicy, PauseMode
 from .client import DEFAULT_ADDRESS, AddressOption, JsonOption, connect, one_of
 from .exits import Exit
 from .output import complain, console, emit_json, table
+
+if TYPE_CHECKING:
+    from weightplane.parity.running import Asked
 
 __all__ = ["register"]
 
@@ -133,29 +136,10 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Compare the engine's and the trainer's log-probabilities of the same tokens. Exit 4 if they are too far apart."""
-    from weightplane.parity.running import Asked, prepare
+    given = locals()
+    from weightplane.parity.running import prepare
 
-    found = _ran(
-        lambda: prepare(
-            Asked(
-                url=url,
-                checkpoint=checkpoint,
-                scorer=scorer,
-                version=None if version < 0 else version,
-                dtype=dtype,
-                head_dtype=head_dtype,
-                samplings=tuple(sampling or ()),
-                seed=seed,
-                prompts=prompts,
-                prompt_tokens=prompt_tokens,
-                tokens=tokens,
-                completions=completions,
-                vocab=vocab,
-                bounds=tuple(bound or ()),
-            )
-        ).run(report),
-        as_json,
-    )
+    found = _ran(lambda: prepare(_asked(given)).run(report), as_json)
     if as_json:
         emit_json(found)
     else:
@@ -198,34 +182,11 @@ def diagnose(
     as_json: JsonOption = False,
 ) -> None:
     """Say which kind of mismatch there is, and the likeliest cause, by controlled re-runs. Exit 4 if there is one."""
-    from weightplane.parity.running import Asked, diagnosed
+    given = locals()
+    from weightplane.parity.running import diagnosed
 
     one_of("--cache", cache, ("clear", "keep", "salt"))
-    found = _ran(
-        lambda: diagnosed(
-            Asked(
-                url=url,
-                checkpoint=checkpoint,
-                scorer=scorer,
-                version=None if version < 0 else version,
-                dtype=dtype,
-                head_dtype=head_dtype,
-                samplings=tuple(sampling or ()),
-                seed=seed,
-                prompts=prompts,
-                prompt_tokens=prompt_tokens,
-                tokens=tokens,
-                completions=completions,
-                bounds=tuple(bound or ()),
-                previous=previous,
-                fresh=fresh,
-                cache_policy=cache,
-                in_flight=in_flight,
-            ),
-            report,
-        ),
-        as_json,
-    )
+    found = _ran(lambda: diagnosed(_asked(given), report), as_json)
     if as_json:
         emit_json(found)
     else:
@@ -242,6 +203,17 @@ def diagnose(
             console.print(f"  next: {found['advice']}", markup=False)
     if not found["ok"]:
         raise typer.Exit(Exit.REFUSED)
+
+
+def _asked(given: Mapping[str, Any]) -> Asked:
+    """A command's options by their names as ``Asked`` has them: what it lacks is the command's own."""
+    from weightplane.parity.running import Asked
+
+    others = {"sampling": "samplings", "bound": "bounds", "cache": "cache_policy"}
+    named = {others.get(name, name): value for name, value in given.items()}
+    named["version"] = None if named["version"] < 0 else named["version"]
+    wanted = {f.name for f in fields(Asked)}
+    return Asked(**{name: value for name, value in named.items() if name in wanted and value is not None})
 
 
 def _ran(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
