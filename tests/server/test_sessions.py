@@ -182,7 +182,7 @@ async def test_silence_is_suspect_then_lost_and_comes_back() -> None:
         ([hello(kind=7)], "INVALID_ARGUMENT", "hello.kind"),
         ([hello(kind=ag.SESSION_KIND_HEARTBEAT)], "INVALID_ARGUMENT", "HEARTBEAT"),
         ([hello(replica=ag.ReplicaHello())], "INVALID_ARGUMENT", "workers"),
-        ([hello(), hello()], "INVALID_ARGUMENT", "report, heartbeat or goodbye"),
+        ([hello(), hello()], "INVALID_ARGUMENT", "report, conditions, heartbeat or goodbye"),
         ([hello(), ag.SessionRequest()], "INVALID_ARGUMENT", "nothing"),
         ([hello(replica=replica_hello(engine="e" * 300))], "INVALID_ARGUMENT", "engine"),
         ([hello(replica=replica_hello(engine="e" * 70000))], "LIMIT", "at most 65536 bytes"),
