@@ -100,3 +100,12 @@ def test_the_environment_names_control_plane_and_group(launched: Launched, tmp_p
     words = [str(fleet.program), "--file", str(path)]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and json.loads(done.stdout)["replicas"] == {"a": "READY"}, done.stderr
+
+
+def test_where_no_thread_can_be_had_it_ends_and_says_so(launched: Launched, tmp_path: Path) -> None:
+    """Too little address space for the stacks of gRPC's threads: its shutdown waited for them without end."""
+    path, fleet = tiny(tmp_path / "one.safetensors", 1.0), Fleet(launched)
+    fleet.replica("a", path)
+    done = under(fleet, 'ulimit -v 400000; exec "$@"', "--file", str(path), "--transport", "shm")
+    assert json.loads(done.stdout)["committed"] == (done.returncode == 0), done
+    assert fleet.publish("--file", str(path), "--takeover")["replicas"] == {"a": "READY"}

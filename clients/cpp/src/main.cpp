@@ -1,6 +1,8 @@
 // publish_checkpoint: puts a safetensors file on a fleet of inference engines. See kUsage in options.cpp.
 #include <csignal>
+#include <cstdlib>
 #include <fcntl.h>
+#include <grpc/grpc.h>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <unistd.h>
@@ -82,11 +84,8 @@ int publish(const Options &options, std::string &update_id) {
     }
 }
 
-} // namespace
-
-int main(int argc, char **argv) {
+int run(int argc, char **argv) {
     std::string update_id;
-    keep_to_ourselves();
     try {
         const auto options = parse(argc, argv);
         if (options.help) {
@@ -103,4 +102,16 @@ int main(int argc, char **argv) {
         print({{"committed", false}, {"reason", "INTERNAL"}, {"message", e.what()}});
         return static_cast<int>(Exit::unexpected);
     }
+}
+
+} // namespace
+
+// gRPC is never shut down: that waits for threads of its own without end where one of them could not be had.
+int main(int argc, char **argv) {
+    keep_to_ourselves();
+    grpc_init();
+    const int status = run(argc, argv);
+    std::cout.flush();
+    std::cerr.flush();
+    std::_Exit(status);
 }
