@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tests.trainer_agent.fleet import Fleet, fill, fleet, same
 from weightplane.controlplane.core.evolve import replace
 from weightplane.controlplane.core.model import Admin, Mode, Weights
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
+from weightplane.transports import retained
 from weightplane.transports.retained import MEMORY, Retainer
 
 
@@ -165,3 +168,29 @@ def test_a_copy_that_cannot_be_taken_costs_the_publish_nothing(
         text = "version 1 is not retained: the weights are on their way to the disk"
         eventually(lambda: text in caplog.text, what="it is said")
         assert ready(f, "a") and f.state().replicas["a"].retained is None
+
+
+def test_a_replica_needs_the_room_of_one_copy_however_many_versions_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = retained._file
+
+    def disk(folder: str, size: int) -> torch.Tensor:
+        if made:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(size)
+        return make(folder, size)
+
+    monkeypatch.setattr(retained, "_file", disk)
+    trained = model(1)
+    with fleet() as f:
+        f.replica("a", TorchModuleEngine(model(2)), retain=Retainer(str(tmp_path)))
+        publisher = f.publisher(trained)
+        for step in (1, 2, 3):
+            fill(trained, step + 3)
+            publisher.publish(step)
+        engine = TorchModuleEngine(model(3))
+        f.replica("b", engine)
+        eventually(lambda: ready(f, "b"), what="b is caught up from the third version's copy")
+        assert same(engine, trained)

@@ -12,7 +12,7 @@ from torch import nn
 from tests.catch_up.test_catch_up import committed, eventually, model, ready
 from tests.trainer_agent.fleet import Fleet, fill, fleet, hook, same
 from weightplane.controlplane import failpoints
-from weightplane.controlplane.core.model import Verify
+from weightplane.controlplane.core.model import Verify, Weights
 from weightplane.controlplane.core.placement import Box
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.transports.retained import Retainer
@@ -63,6 +63,27 @@ def test_a_publish_goes_first_and_the_catch_up_goes_on_after_it() -> None:
         assert same(engine, trained) and not torch.equal(old["0.weight"], trained.state_dict()["0.weight"])
         fill(trained, 6)
         assert not publisher.publish(3).absent
+        assert same(engine, trained)
+
+
+def test_a_damaged_copy_is_never_applied_and_the_next_holder_is_asked() -> None:
+    trained = model(1)
+    kept = Retainer()
+    with fleet() as f:
+        f.replica("a", TorchModuleEngine(model(2)), retain=kept)
+        f.replica("b", TorchModuleEngine(model(3)), retain=Retainer())
+        f.publisher(trained).publish(1)
+        eventually(lambda: all(f.state().replicas[r].retained is not None for r in "ab"), what="both retain version 1")
+        copy = kept.get()
+        assert copy is not None
+        for of_worker in (copy.locals(member) for member in copy.members):
+            for tensor, _ in (held for root in of_worker.values() for held in root):
+                tensor.add_(1.0)
+        engine = TorchModuleEngine(model(4))
+        f.replica("c", engine)
+        eventually(lambda: "DIGEST_MISMATCH" in f.state().replicas["c"].catch_up_refusal, what="a's copy is refused")
+        assert f.state().replicas["c"].weights is Weights.JOINING
+        eventually(lambda: ready(f, "c"), what="c is caught up from b")
         assert same(engine, trained)
 
 

@@ -159,6 +159,22 @@ def test_a_holder_that_cannot_send_ends_it_and_a_stranger_does_not() -> None:
     assert one(g).decision == "ABORT" and one(g).failure == why
 
 
+def test_one_that_failed_is_tried_from_each_other_holder_in_turn() -> None:
+    g = committed(4)
+    for rid in ("r1", "r2"):
+        retain(g, rid)
+    asked = []
+    for tries in range(6):
+        g.do(events.Tick())
+        c = one(g)
+        asked.append(c.holder)
+        wrong = Failure(Reason.DIGEST_MISMATCH, f"from {c.holder}", "r3")
+        g.report("r3", update_id=c.catch_up_id, stage=Stage.FAILED, failure=wrong)
+        assert not g.s.catch_ups
+        g.sleep(2.0**tries, beats=True)
+    assert asked == ["r0", "r1", "r2"] * 2
+
+
 def test_nobody_is_caught_up_to_what_a_rewound_trainer_takes_back() -> None:
     g = committed()
     g.init("other", takeover=True, resume_step=0)

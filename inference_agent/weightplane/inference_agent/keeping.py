@@ -67,13 +67,13 @@ class Keeping:
         Whatever goes wrong is logged: the update that was applied is none the worse for it.
         """
         began = time.monotonic()
+        self._retainer.keep(None)  # nobody is caught up to the version before any more: its room is the next one's
         try:
             copy = self._retainer.take(held, manifest, members)
         except Exception as e:
             expected = isinstance(e, RetainError)
             text = "group %s: version %d is not retained: %s"
             log.warning(text, self._group, held.version, e, exc_info=None if expected else e)
-            self._retainer.keep(None)
             self._emit(core.Kept(None))
             return
         self._retainer.keep(copy)

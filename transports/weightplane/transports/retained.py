@@ -1,7 +1,8 @@
 """Retained copies: immutable weights of one version, in host memory or in a file, from which others are caught up.
 
-A ``Retainer`` keeps one, the newest, within ``max_bytes``. While somebody still reads an older one there are two. A
-file is laid out in a folder and unlinked at once: the disk space goes with the process, however that ends.
+A ``Retainer`` keeps one, the newest, within ``max_bytes``. There are two while an older one is read, or is not given up
+before the next is taken: a trainer's serves on should its update abort. A file is laid out in a folder and unlinked at
+once: the disk space goes with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Retainer:
             return copy.read() if copy is not None and copy.held == held else None
 
     def keep(self, copy: RetainedCopy | None) -> None:
-        """From now on this one. The memory of the one before is used again, if nobody reads it."""
+        """From now on this one, or none. The room of the one before is the next one's, if nobody reads it."""
         with self._lock:
             old, self._current = self._current, copy
         if old is not None and old is not copy and old.idle:

@@ -120,7 +120,9 @@ def tick(tx: Tx) -> None:
     load = {h.name: sum(c.holder == h.name for c in tx.state.catch_ups.values()) for h in could}
     for r in sorted(late, key=lambda r: (r.weights is Weights.READY, r.replica_id)):
         free = [h for h in could if h.name != r.replica_id and load[h.name] < tx.state.config.catch_ups_at_once]
-        for holder in sorted(free, key=lambda h: (load[h.name], not h.name, h.name)):
+        order = sorted(free, key=lambda h: (load[h.name], not h.name, h.name))
+        turn = r.catch_ups_failed % max(1, len(order))  # a copy may be damaged: who failed is not asked again and again
+        for holder in order[turn:] + order[:turn]:
             transport = reach(holder, r)
             if transport:
                 load[holder.name] += 1
