@@ -14,7 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from weightplane.cli.main import app
+from weightplane.controlplane.core.model import CachePolicy, Declaration
 from weightplane.inference_agent.engines.vllm.audit import audit
+from weightplane.inference_agent.engines.vllm.conditions import conditions_of
+from weightplane.inference_agent.engines.vllm.drivers import DriverError
 from weightplane.inference_agent.engines.vllm.reading import EngineUnreadable, read_config, read_server
 from weightplane.inference_agent.engines.vllm.settings import Declared, EngineSettings, declared_from
 
@@ -249,3 +252,30 @@ def test_the_command_ends_as_the_other_commands_do(recorded: tuple[str, dict[str
     assert CliRunner().invoke(app, ["parity", "audit", "--url", url, "--declare", "x=1"]).exit_code == 2
     done = CliRunner().invoke(app, ["parity", "audit", "--url", "http://127.0.0.1:9", "--json"])
     assert done.exit_code == 3 and json.loads(done.stdout)["error"]["exit"] == 3
+
+
+def test_conditions_of_several_instances_are_the_worst_and_say_when_nobody_could_be_asked() -> None:
+    class Told:
+        name = "told"
+
+        def __init__(self, *found: EngineSettings) -> None:
+            self.found = found
+
+        def settings(self, timeout: float) -> tuple[EngineSettings, ...]:
+            if not self.found:
+                raise DriverError("GET /server_info: HTTP 404")
+            return self.found
+
+    def of(driver: Any, **values: str) -> dict[str, str]:
+        declared = Declaration(values, CachePolicy.KEEP)
+        return {c.type: c.status for c in conditions_of(driver, declared, 3, 1.0)}
+
+    right = EngineSettings(logprobs_mode="processed_logprobs", dtype="float32")
+    two = of(Told(right, replace(right, logprobs_mode="raw_logprobs")), weight_version="3")
+    assert (two["Audit"], two["LogprobsMode"], two["Dtype"]) == ("True", "False", "True")
+    assert (two["CachePolicy"], two["PauseMode"]) == ("False", "True"), "as the group's updates do"
+    assert two["WeightVersion"] == "True", "as the workers say where the engine labels none"
+    assert of(Told(right), dtype="bfloat16")["Dtype"] == "False"
+    assert (of(Told())["Audit"], of(Told())["LogprobsMode"]) == ("Unknown", "Unknown")
+    odd = of(Told(right), engine_colour="blue")
+    assert (odd["Audit"], odd["LogprobsMode"]) == ("Unknown", "True")

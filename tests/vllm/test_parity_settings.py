@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightplane.inference_agent.engines.vllm.audit import audit
-from weightplane.inference_agent.engines.vllm.reading import read_config
+from weightplane.inference_agent.engines.vllm.reading import read_config, read_here
 from weightplane.inference_agent.engines.vllm.settings import Declared, EngineSettings
 
 from .models import ENVIRONMENT
@@ -78,3 +78,14 @@ def test_right_flags_are_as_declared(read: Read) -> None:
 @pytest.mark.parametrize(("flags", "condition"), WRONG)
 def test_each_wrong_flag_is_found_by_itself(read: Read, flags: dict[str, Any], condition: str) -> None:
     assert wrong(read(flags)) == {condition}
+
+
+def test_the_config_of_a_vllm_in_this_process_is_read_whole(read: Read, folders: dict[str, Path]) -> None:
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=str(folders["A16"]), **RIGHT).create_engine_config()
+    found = read_here(config)
+    assert found.engine_version == vllm.__version__ and found.batch_invariant is False
+    asked = {"engine_version": None, "batch_invariant": None}
+    assert replace(found, **asked) == replace(read_config(config), **asked)

@@ -169,7 +169,8 @@ class Attached(Engine):
 
     def conditions(self, declared: Declaration) -> tuple[Condition, ...]:
         """See ``Engine``. Without a server where vLLM lives in this process."""
-        return conditions_of(self._driver, declared, CALL_S)
+        versions = {h.version for h in self.held()}
+        return conditions_of(self._driver, declared, versions.pop() if len(versions) == 1 else None, CALL_S)
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:

@@ -15,8 +15,11 @@ __all__ = ["conditions_of"]
 _WORST = ("False", "Unknown", "True")
 
 
-def conditions_of(driver: Driver, declaration: Declaration, timeout: float) -> tuple[Condition, ...]:
-    """Each condition once, of several instances the worst; ``Audit`` says whether they could be judged."""
+def conditions_of(
+    driver: Driver, declaration: Declaration, version: int | None, timeout: float
+) -> tuple[Condition, ...]:
+    """Each condition once, of several instances the worst; ``Audit`` says whether they could be judged. ``version``: of
+    the weights, as its workers say; an engine in this process labels none."""
     wanted, why = Declared(), ""
     try:
         wanted = declared_from(f"{name}={value}" for name, value in declaration.values.items())
@@ -28,6 +31,7 @@ def conditions_of(driver: Driver, declaration: Declaration, timeout: float) -> t
     except DriverError as e:
         why = why or f"the engine cannot be asked: {e}"
     updates = {"cache_policy": declaration.cache.lower(), "pause_mode": declaration.pause.lower()}
+    found = tuple(replace(s, weight_version=version) if s.weight_version is None else s for s in found)
     judged = [audit(replace(s, **updates), wanted) for s in found]  # type: ignore[arg-type] # words, both
     merged = tuple(min(same, key=lambda c: _WORST.index(c.status)) for same in zip(*judged, strict=True))
     if why:

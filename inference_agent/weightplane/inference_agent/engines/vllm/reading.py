@@ -68,8 +68,10 @@ def read_server(url: str, *, timeout: float = 30.0) -> EngineSettings:
 def read_here(config: Any) -> EngineSettings:
     """From the ``VllmConfig`` of a vLLM in this process."""
     import vllm
+    from vllm import envs
 
-    return replace(read_config(config), engine_version=str(vllm.__version__))
+    environment = {name: getattr(envs, name) for name in ("VLLM_BATCH_INVARIANT",) if hasattr(envs, name)}
+    return replace(read_config(config, environment), engine_version=str(vllm.__version__))
 
 
 def read_config(config: Any, environment: Mapping[str, Any] | None = None) -> EngineSettings:
