@@ -378,6 +378,7 @@ def cpu_seconds_of_full_copy(count: int) -> float:
     return spent
 
 
+@pytest.mark.alone
 def test_a_hundred_thousand_tensors_are_planned_in_three_seconds_and_linearly() -> None:
     small, large = cpu_seconds_of_full_copy(25_000), cpu_seconds_of_full_copy(100_000)
     assert large < 3.0

@@ -10,7 +10,7 @@ from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Held, Mod
 from weightplane.controlplane.core.reasons import Failure, Reason
 
 from .serving import Copies
-from .world import PIECES, Session, World, short
+from .world import CONDITION, PIECES, Session, World, short
 
 __all__ = ["Agent", "Engine"]
 
@@ -97,6 +97,7 @@ class Agent:
         self.session: Session | None = None
         self.levels = (1, 2) if world.rng(f"sleep/{rid}").random() < 0.85 else ()
         self.copies = Copies(world, rid, self.serves, self.cannot_serve)
+        self.judging = world.rng(f"conditions/{rid}")
         self.boot()
 
     # --- life ---
@@ -213,6 +214,14 @@ class Agent:
         s.up(events.ReplicaHello(s.sid, self.description()))
         self.feed(self.read_engine())
         self.send_report()
+        self.tell_conditions()
+
+    def tell_conditions(self) -> None:
+        """How the engine's settings compare with what the group declares: as declared, mostly."""
+        if self.session is not None:
+            status = self.judging.choices(("True", "False", "Unknown"), (0.8, 0.1, 0.1))[0]
+            told = (model.Condition(CONDITION, status, "Judged", "by the simulator"),)
+            self.session.up(events.Conditions(self.rid, self.incarnation, told))
 
     def session_ended(self, session: Session) -> None:
         if session is self.session:
@@ -272,6 +281,8 @@ class Agent:
         self.feed(replica.Tick())
         self.look()
         self.token()
+        if self.judging.random() < 0.02:
+            self.tell_conditions()
         if self.world.faulty and self.copies.rng.random() < 0.01:
             self.feed(replica.Kept(self.copies.says))
             self.cannot_serve("k-of-nobody")

@@ -54,7 +54,7 @@ def is_stale(s: GroupState, e: Any) -> bool:
     """Whether an event carries an epoch, a generation, an incarnation or a sequence that is over."""
     if s.stepped_down:
         return True
-    if isinstance(e, events.Report | events.Leave | events.WorkerPlacement):
+    if isinstance(e, events.Report | events.Leave | events.WorkerPlacement | events.Conditions):
         r = s.replicas.get(e.replica_id)
         if r is None or r.incarnation != e.incarnation:
             return True
@@ -368,8 +368,8 @@ def inv_generation(before: GroupState, event: Any, after: GroupState, holder_see
 
 
 def inv_routable(s: GroupState, r: model.Replica, truth: Any, now: float) -> None:
-    """No replica is routable below the floor, while training rewinds, when dirty or pending, or at weights that its
-    engine never got."""
+    """No replica is routable below the floor, while training rewinds, when dirty or pending, at weights that its
+    engine never got, or while a condition blocks it."""
     live, _, ok, _ = members.routable(s, r)
     if not ok:
         return
@@ -390,6 +390,8 @@ def inv_routable(s: GroupState, r: model.Replica, truth: Any, now: float) -> Non
         why = f"and {r.admin}"
     elif r.asleep or (r.sleep is not None and r.sleep.asleep and r.sleep_done < r.sleep.order):
         why = f"and {r.asleep} asleep, or about to be"
+    elif not set(s.policy.blocking) <= {c.type for c in r.conditions if c.status == "True"}:
+        why = f"and of {s.policy.blocking} not all are True: {r.conditions}"
     if why:
         raise Violation("inv_routable", f"{r.replica_id} is routable {why}")
 

@@ -17,7 +17,7 @@ from .agent import Agent
 from .faults import Fault, Profile, draw
 from .invariants import Violation, inv_heals
 from .trainer import Trainer
-from .world import World
+from .world import CONDITION, World
 
 #: What the workers of a replica offer: mostly all the same, often each its own.
 OFFERS = (("shm", "grpc"), ("shm", "grpc"), ("grpc",), ("ucx", "grpc"))
@@ -184,7 +184,9 @@ class Run:
         elif what == "abort":
             event = events.AbortUpdate("", w.now + 4.0, 0, "", "operator")
         elif what == "policy":
-            event = events.SetPolicy("", model.Policy(update_timeout_s=self.rng.choice((8.0, 12.0)), min_replicas=1))
+            timeout = self.rng.choice((8.0, 12.0))
+            blocking = self.rng.choice(((), (CONDITION,)))
+            event = events.SetPolicy("", model.Policy(update_timeout_s=timeout, min_replicas=1, blocking=blocking))
         elif what == "sleep":
             event = events.SetSleep("", w.now + 5.0, f.target, self.rng.choice((1, 2, 2)))
         elif what in ("wake", "wake_weights"):

@@ -459,6 +459,7 @@ def probe(rng: Random, s: model.GroupState) -> Any:
         events.RankReport(t.generation, 0, None),
         events.RankReport(t.generation, 0, None, (("k-of-nobody", BAD_DIGEST),)),
         events.ReplicaHello(r.session, r),
+        events.Conditions(r.replica_id, r.incarnation, ()),
         events.PlanMade("u-old", "c-old", None),
         events.Verified("u-old", r.replica_id, r.incarnation, model.Evidence.NONE),
     ]
@@ -472,6 +473,7 @@ def probe(rng: Random, s: model.GroupState) -> Any:
 
 
 POLICY = model.Policy(update_timeout_s=12.0)
+CONDITION = "Dtype"  # that replicas tell, and a policy may ask for
 TICK = events.Tick()
 BAD_DIGEST = Failure(Reason.DIGEST_MISMATCH, "receipts differ from the expected digests")
 _EFFECTS: dict[type, Callable[[Coordinator, Any], None]] = {
