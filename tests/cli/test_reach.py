@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightplane.cli import doctor, reach
+from weightplane.cli import doctor, output, reach
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import fleet_pb2 as fl
 from weightplane.v1 import weight_transfer_pb2 as wt
@@ -41,7 +41,10 @@ def test_one_cell_says_it_all(info: fl.ReplicaInfo, cell: str) -> None:
     assert reach.reached_by(info) == cell
 
 
-def test_the_table_names_each_workers_transport_and_every_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_each_workers_transport_and_every_refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output.console, "width", 160)
     reach.transports_table([replica(choice("nccl", 0, 2), choice("shm", 1, nccl="GPU g1 is taken")), replica()])
     text = capsys.readouterr().out
     assert "0, 2" in text and "nccl: GPU g1 is taken" in text and reach.NOT_BOUND in text

@@ -109,6 +109,7 @@ int run(int argc, char **argv) {
 // gRPC is never shut down: that waits for threads of its own without end where one of them could not be had.
 int main(int argc, char **argv) {
     keep_to_ourselves();
+    Signals::block();
     grpc_init();
     const int status = run(argc, argv);
     std::cout.flush();

@@ -17,10 +17,13 @@ sigset_t ours() {
 
 } // namespace
 
-Signals::Signals(Stop &stop) {
+void Signals::block() {
     std::signal(SIGINT, SIG_DFL); // a shell starts background jobs with it ignored
     const sigset_t set = ours();
     pthread_sigmask(SIG_BLOCK, &set, nullptr);
+}
+
+Signals::Signals(Stop &stop) {
     thread_ = std::thread([this, &stop] { wait(stop); });
 }
 

@@ -6,9 +6,11 @@
 
 #include "stop.hpp"
 
-// Make it before any other thread: they inherit its mask.
 class Signals {
 public:
+    // Before there is any other thread, gRPC's too: they inherit the mask, and a signal that one of them takes ends the process.
+    static void block();
+    // After `block`.
     explicit Signals(Stop &stop);
     ~Signals();
     Signals(const Signals &) = delete;

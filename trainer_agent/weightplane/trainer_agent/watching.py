@@ -91,7 +91,7 @@ class Watch:
     def start(self) -> None:
         """Start listening."""
         self._thread.start()
-        end_at_exit(self.close)
+        end_at_exit(self._end_stream)  # the helper stays, and tells that the process is dead
 
     def progress(self, value: int) -> None:
         """Publish how much was done, for those who judge a silence."""
@@ -187,6 +187,11 @@ class Watch:
 
     def close(self) -> None:
         """Let go of the lease. Idempotent, bounded."""
+        self._end_stream()
+        if self._helper is not None:
+            self._helper.stop()
+
+    def _end_stream(self) -> None:
         self._closed.set()
         self._outbox.put(None)
         call = self._call
@@ -194,8 +199,6 @@ class Watch:
             call.cancel()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
-        if self._helper is not None:
-            self._helper.stop()
 
 
 #: Answers after which the stream is not dialled again.

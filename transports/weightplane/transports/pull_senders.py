@@ -13,6 +13,7 @@ import select
 import socket
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from weightplane.v1.transport_pb2 import PullArmed, PullBye, PullEndpoint, PullHello, PullMessage, PullProof
@@ -38,13 +39,18 @@ class _Refused(Exception):
     pass
 
 
+def _foul(member: str, wait: PullWait, text: str) -> TransportError:
+    return TransportError(f"{member!r} {text}", peers=(member,), bucket=wait.bucket)
+
+
 class Sender:
     """A connection to one sender, and what it has told."""
 
     def __init__(self, member: str, sock: socket.socket, importer: Importer, wait: PullWait) -> None:
         self.member, self.socket, self._wait = member, sock, wait
         self.frames = Frames()
-        self.declared = Declared(member, importer, self.foul)
+        # Not a method of ours: what was declared holds the receiver's memory, and goes with us at once, not in a cycle.
+        self.declared = Declared(member, importer, partial(_foul, member, wait))
         self.number = 0  # of the last ``armed``
         self.token: ArmToken | None = None
         self.partial = False  # a message of ours is half sent
@@ -65,7 +71,7 @@ class Sender:
 
     def foul(self, text: str) -> TransportError:
         """The error for what no sender says."""
-        return TransportError(f"{self.member!r} {text}", peers=(self.member,), bucket=self._wait.bucket)
+        return _foul(self.member, self._wait, text)
 
     def lose_memory(self) -> None:
         """It has ended: what it declared is not read any more. The data thread finds the connection's end."""
