@@ -111,7 +111,6 @@ clients-cpp-portable: clients-cpp ## the same as one program for a machine witho
 WEIGHTPLANE_NEEDS_CLIENTS ?= $(if $(shell command -v npm),node) $(if $(shell test -f .build-cpp/Makefile && echo x),cpp)
 export WEIGHTPLANE_NEEDS_CLIENTS
 
-# What failed is run once more, alone, and named if it then passes: see the file.
 test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl $(NODE) clients-cpp ## run the tests (JOBS=0: in one process)
 	$(VENV)/bin/python tools/run_tests.py --jobs $(JOBS) $(ARGS)
 

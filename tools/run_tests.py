@@ -1,11 +1,10 @@
-"""Runs pytest for ``make test``: in processes side by side, then what needs quiet, then what failed, once more, alone.
+"""Runs pytest for ``make test``: in processes side by side, then what needs quiet; what failed is looked at once more.
 
-``python tools/run_tests.py [--jobs N] [pytest's arguments]``. Many tests start processes and have deadlines: on two
-busy cores one may fail for no other reason than its neighbours. A few (``AGAIN``) that failed are therefore run once
-more when nothing else runs. Those that then pass are listed as unsteady, at the very end, and do not fail the run: each
-is a race in the product or in the test, to be mended (CONTRIBUTING.md). More than a few failures are not run again.
+``python tools/run_tests.py [--jobs N] [pytest's arguments]``. Many tests start processes and have deadlines. A few
+(``AGAIN``) that failed are run once more when nothing else runs, to tell whoever reads the output what to look for:
+those that pass then are listed as unsteady, each a race in the product or in the test. They have failed all the same.
 
-Ends with 0, or with pytest's status of the first run that was not mended.
+Ends with 0, or with pytest's status of the first run that failed.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ def main(words: Sequence[str]) -> int:
     if worst != _FAILED or not suspects:
         return worst
     if len(suspects) > AGAIN:
-        print(f"== {len(suspects)} tests failed: too many to be their neighbours' fault, none is run again", flush=True)
+        print(f"== {len(suspects)} tests failed: too many to be races, none is looked at again", flush=True)
         return worst
-    print(f"== {len(suspects)} failed: once more, alone", flush=True)
-    again = run("--last-failed", "--last-failed-no-failures=none", *rest)
+    print(f"== {len(suspects)} failed: once more, alone, to tell races from the rest", flush=True)
+    run("--last-failed", "--last-failed-no-failures=none", *rest)
     still = failed()
     unsteady = [name for name in suspects if name not in still]
     if unsteady:
         print("== UNSTEADY: failed above, passed alone. A race of the product or of the test: see CONTRIBUTING.md")
         for name in unsteady:
             print(f"==   {name}")
-    return again
+    return worst
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from tests.cases.cases_distribution import Rows, own_rows, publish_all, ranks_of
 from tests.cases.cases_memory import Layers
 from tests.cases.test_cards import twins
 from tests.cases.wires import WIRES, Wire, param
+from tests.inference_agent.server import eventually
 from tests.trainer_agent.fleet import fill
 from weightplane.inference_agent import sink
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
@@ -214,10 +215,13 @@ def test_M21_an_engine_that_is_shut_down_keeps_nothing_of_any_update(transport: 
     f.agents.clear()
     f.stack.close()
     del engine, publisher, f
-    gc.collect()
     assert len(storages) > 2 * 9, "live, staged, and the source's"
-    left = [s for s in storages.values() if not torch.UntypedStorage._expired(s)]
-    assert not left and mapped() <= before
+
+    def gone() -> bool:
+        gc.collect()  # does nothing while another thread collects, which this waits for
+        return all(torch.UntypedStorage._expired(s) for s in storages.values()) and mapped() <= before
+
+    eventually(gone, what="nothing is left of any update")
 
 
 @pytest.mark.parametrize("transport", MOVERS)
