@@ -154,7 +154,7 @@ def test_transports_and_doctor_say_what_works_here(site: Site) -> None:
     checks = site.json("doctor", "-g", GROUP)
     assert checks["ok"] is True
     found = {c["check"]: c["found"] for c in checks["checks"]}
-    assert {"control plane", "transport shm", "replica a"} <= found.keys()
+    assert {"control plane", "transport shm", "replica a", "copying memory"} <= found.keys()
     assert found["reaching a, worker 0"].startswith("shm: ")
     nobody = weightplane("doctor", "-a", "127.0.0.1:1", "--json")
     assert nobody.returncode == 3

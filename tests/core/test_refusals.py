@@ -6,13 +6,13 @@ change nothing. ``tests/sim/test_sim.py`` checks that every other one was visite
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.core.harness import Agent, Group
 from weightplane.controlplane.core import events, model, replica
-from weightplane.controlplane.core.evolve import replace
 from weightplane.controlplane.core.model import Held, Phase
 from weightplane.controlplane.core.reasons import Failure, Reason
 

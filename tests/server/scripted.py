@@ -365,7 +365,8 @@ class Replica:
             self._stage = ag.REPLICA_STAGE_JOINED
             await self.send_report()
         elif u.decision == ag.DECISION_COMMIT:
-            await self._hook("apply", u)
+            if self._stage < ag.REPLICA_STAGE_APPLIED:  # else it is said again
+                await self._hook("apply", u)
             self.held = cm.HeldVersion(version=u.version, update_id=u.update_id)
             self.dirty = False
             self._stage = ag.REPLICA_STAGE_APPLIED

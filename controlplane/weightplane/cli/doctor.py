@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import copies
 from .client import DEFAULT_ADDRESS, AddressOption, JsonOption
 from .exits import Exit
 from .output import console, emit_json, table
@@ -68,7 +69,11 @@ def doctor(
     enough = shm is not None and shm.free >= 64 << 20
     free = f"{shm.free >> 20} MiB free in /dev/shm" if shm is not None else "no /dev/shm"
     check("shared memory", enough, free, "the shm transport wants 64 MiB: raise --shm-size of the container")
-    if _version("torch"):
+    if _version("torch"):  # members run here
+        try:
+            check("copying memory", True, copies.advice(*copies.measure()))
+        except OSError as error:
+            check("copying memory", True, f"not measured, for want of 512 MiB: {error}")
         usable = False
         for name, probe in registry.available().items():
             # One that cannot work here is no fault of this host's, as long as another does.

@@ -34,7 +34,7 @@ from .reasons import Failure
 # --- events: agents -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReplicaHello:
     """A control session of a replica began. ``replica`` holds what the hello says; its states are ignored."""
 
@@ -42,7 +42,7 @@ class ReplicaHello:
     replica: Replica
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankHello:
     """A session (or, with ``watch``, a WatchUpdate stream) of a trainer rank began."""
 
@@ -53,7 +53,7 @@ class RankHello:
     watch: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankGone:
     """The WatchUpdate stream of a rank ended: its lease is over unless a session holds it."""
 
@@ -61,7 +61,7 @@ class RankGone:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Beat:
     """A heartbeat of a replica, or of ``rank/<r>`` under ``generation``."""
 
@@ -72,7 +72,7 @@ class Beat:
     process: Process = Process.RUNNING
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """What a replica holds and does; the newest ``sequence`` of an incarnation wins."""
 
@@ -100,7 +100,7 @@ class Report:
     serve_failures: tuple[tuple[str, Failure], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conditions:
     """How an engine's settings compare with what the group declares; replaces what its replica told before."""
 
@@ -109,7 +109,7 @@ class Conditions:
     conditions: tuple[Condition, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankReport:
     """What a trainer rank retains, and which catch-ups (catch_up_id, why) it cannot serve. ``host_id``, ``offers``: how
     its copy can be sent."""
@@ -122,7 +122,7 @@ class RankReport:
     offers: tuple[Offer, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Leave:
     """A replica said goodbye."""
 
@@ -130,7 +130,7 @@ class Leave:
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerPlacement:
     """A worker's placement of a manifest is complete."""
 
@@ -144,7 +144,7 @@ class WorkerPlacement:
 # --- events: trainers -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InitTransfer:
     """A rank asks for the lease or rebinds. ``lineage`` is an unused random id, ``seed`` 32 unused secret bytes."""
 
@@ -168,7 +168,7 @@ class InitTransfer:
     bucket_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankPlacement:
     """A rank's placement of a manifest is complete."""
 
@@ -178,7 +178,7 @@ class RankPlacement:
     placement_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StartUpdate:
     """Opens an update. The manifest is known and complete (the server checked)."""
 
@@ -203,7 +203,7 @@ class StartUpdate:
     unix_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpdateWeights:
     """Declares buckets as about to be sent. No ranges = every bucket."""
 
@@ -217,7 +217,7 @@ class UpdateWeights:
     ranges: tuple[tuple[str, int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DigestsIn:
     """A rank's expected digests for one channel's plan are complete."""
 
@@ -228,7 +228,7 @@ class DigestsIn:
     plan_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FinishUpdate:
     """A rank sent everything."""
 
@@ -242,7 +242,7 @@ class FinishUpdate:
     parity: tuple[Parity, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AbortUpdate:
     """Aborts; ``generation`` 0 = an operator. ``update_id`` "" = whatever is open."""
 
@@ -254,7 +254,7 @@ class AbortUpdate:
     rank: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CloseTransfer:
     """A rank gives up the hold."""
 
@@ -266,7 +266,7 @@ class CloseTransfer:
 # --- events: operators ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SetPolicy:
     """Replaces the group's policies."""
 
@@ -274,7 +274,7 @@ class SetPolicy:
     policy: Policy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SetPause:
     """Pauses (or, with ``on`` False, resumes) generation for one holder."""
 
@@ -286,7 +286,7 @@ class SetPause:
     mode: PauseMode = PauseMode.KEEP
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SetAdmin:
     """Drains, pins, or puts a replica back to work."""
 
@@ -295,7 +295,7 @@ class SetAdmin:
     admin: Admin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SetSleep:
     """Puts a replica to sleep at ``level``."""
 
@@ -305,7 +305,7 @@ class SetSleep:
     level: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SetAwake:
     """Wakes ``tags`` of a replica; none = all that sleeps."""
 
@@ -318,14 +318,14 @@ class SetAwake:
 # --- events: the server itself --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallGone:
     """A waiting caller left. Nothing is undone."""
 
     call_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanMade:
     """A channel's plan is ready, or cannot be made."""
 
@@ -335,7 +335,7 @@ class PlanMade:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verified:
     """A participant's receipts were compared with the expected digests."""
 
@@ -346,7 +346,7 @@ class Verified:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """A write ended: ``ok`` True, False (refused: our epoch no longer leads, or the update is over), None unknown.
 
@@ -358,7 +358,7 @@ class Stored:
     failed: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tick:
     """Time passed."""
 
@@ -396,7 +396,7 @@ Event = (
 # --- effects --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reply:
     """Answers a caller: with a failure, or well. ``update_id`` names the update that the answer is about."""
 
@@ -405,21 +405,21 @@ class Reply:
     update_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Push:
     """The desired state of these replicas changed."""
 
     replica_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PushTrainers:
     """What trainer ranks and watchers should know changed."""
 
     update_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MakePlan:
     """Make the plan of one channel; answer with ``PlanMade``. Placement ids are in member order."""
 
@@ -431,7 +431,7 @@ class MakePlan:
     bucket_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Compare:
     """Compare a participant's receipts with the expected digests; answer with ``Verified``.
 
@@ -447,7 +447,7 @@ class Compare:
     against: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Write:
     """A durable write; answer with ``Stored``. ``kind``: freeze, decide, close, group, roster."""
 
@@ -458,7 +458,7 @@ class Write:
     data: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReadBack:
     """Read whether a decision was stored; answer with ``Stored`` of the same write."""
 
@@ -466,14 +466,14 @@ class ReadBack:
     update_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepDown:
     """We may no longer lead: stop serving this group."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EndSession:
     """End a session: a newer one superseded it."""
 
@@ -481,7 +481,7 @@ class EndSession:
     session: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Note:
     """A line for the log: the change, in words."""
 

@@ -1,50 +1,40 @@
-"""``replace`` for the state's frozen, slotted values: as ``dataclasses.replace``, at a quarter of its cost.
+"""``replace`` for the state's frozen values: as ``dataclasses.replace``, at a fifth of its cost.
 
 A step replaces a handful of values of thirty fields each, and a barrier of a thousand replicas takes thousands of
-steps: copying slot by slot, without ``__init__``, is most of what made that affordable.
+steps: taking the fields over as one dictionary, without ``__init__``, is most of what made that affordable. So the
+values that change have no slots, which would have to be copied one by one (4.4 microseconds for a replica, for 0.7).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, TypeVar
 
 __all__ = ["replace"]
 
 T = TypeVar("T")
 
-_Put = Callable[[Any, Any], None]
-#: Of a class: all of a value's fields at once, the setter of each in that order, and the setters by name.
-_known: dict[type[Any], tuple[Callable[[Any], tuple[Any, ...]], tuple[_Put, ...], dict[str, _Put]]] = {}
+#: Of a class: how many fields it has.
+_known: dict[type[Any], int] = {}
 
 
 def replace(value: T, /, **changes: Any) -> T:
     """A copy with some fields changed. Raises ``TypeError`` for a field that the class lacks."""
     cls: type[Any] = type(value)
-    try:
-        fields, puts, by_name = _known[cls]
-    except KeyError:
-        fields, puts, by_name = _known[cls] = _made_for(cls)
+    count = _known.get(cls) or _check(cls)
     new: T = object.__new__(cls)
-    for put, held in zip(puts, fields(value), strict=True):
-        put(new, held)
-    try:
-        for name, changed in changes.items():
-            by_name[name](new, changed)
-    except KeyError:
-        raise TypeError(f"{cls.__name__} has no field {sorted(changes.keys() - by_name.keys())}") from None
+    fields = new.__dict__
+    fields.update(value.__dict__)
+    fields.update(changes)
+    if len(fields) != count:
+        known = {f.name for f in dataclasses.fields(cls)}
+        raise TypeError(f"{cls.__name__} has no field {sorted(fields.keys() - known)}")
     return new
 
 
-def _made_for(cls: type[Any]) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[_Put, ...], dict[str, _Put]]:
-    """What is known of a class. Only for values that ``__init__`` leaves as they are given."""
-    fields = dataclasses.fields(cls)
-    if hasattr(cls, "__post_init__") or not all(f.init and f.name in cls.__slots__ for f in fields):
-        raise TypeError(f"{cls.__name__}: expected a dataclass with slots, all fields in __init__, no __post_init__")
-    names = [f.name for f in fields]
-    puts: dict[str, _Put] = {name: cls.__dict__[name].__set__ for name in names}
-    if len(names) > 1:
-        return attrgetter(*names), tuple(puts.values()), puts
-    return lambda value: tuple(getattr(value, name) for name in names), tuple(puts.values()), puts
+def _check(cls: type[Any]) -> int:
+    """How many fields a class has. Refuses one whose ``__init__`` does more than take them as given, or with slots."""
+    plain = dataclasses.is_dataclass(cls) and not hasattr(cls, "__slots__") and not hasattr(cls, "__post_init__")
+    if not plain or not all(f.init for f in dataclasses.fields(cls)):
+        raise TypeError(f"{cls.__name__}: expected a dataclass without slots, all fields in __init__, no __post_init__")
+    return _known.setdefault(cls, len(dataclasses.fields(cls)))

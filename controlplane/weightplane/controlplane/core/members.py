@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from . import catching, conditions, progress, sleeping
 from .events import Beat, EndSession, Leave, ReplicaHello, Report, WorkerPlacement
 from .evolve import replace
@@ -349,7 +351,7 @@ def _owes(u: Update, r: Replica) -> bool:
 
 def _late_flip(tx: Tx, r: Replica, mixed: bool) -> None:
     """A replica that was PENDING when its update closed has flipped now: its outcome says so."""
-    for u in list(tx.state.history.values())[-3:]:
+    for u in list(islice(reversed(tx.state.history.values()), 3)):
         part = u.parts.get(r.replica_id)
         if (
             u.phase is Phase.COMMITTED

@@ -174,7 +174,7 @@ class Process(StrEnum):
     DEAD = "DEAD"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Held:
     """Weights that someone holds: never a version alone, since a version may be aborted. (0, "") = none of ours."""
 
@@ -185,7 +185,7 @@ class Held:
 NONE_HELD = Held()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Retained:
     """An immutable copy of what a member sent or applied, kept so that others can be caught up from it."""
 
@@ -193,7 +193,7 @@ class Retained:
     manifest_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Config:
     """The coordinator's times, in seconds."""
 
@@ -212,7 +212,7 @@ class Config:
     catch_up_patience_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Policy:
     """A group's policies. ``at_least`` 0 = ALL. ``verify`` DEFAULT: ``negotiate.verify_by_default``."""
 
@@ -229,7 +229,7 @@ class Policy:
     blocking: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Declaration:
     """What a group declares of its engines: ``values`` by name, and what its updates do unless they say otherwise."""
 
@@ -238,7 +238,7 @@ class Declaration:
     pause: PauseMode = PauseMode.KEEP
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Condition:
     """One setting of an engine judged against what its group declares, in the form of a Kubernetes condition.
 
@@ -254,7 +254,7 @@ class Condition:
     setting: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Offer:
     """What a member offers for one transport: ``data`` is opaque here (a serialised ``Rendezvous``).
 
@@ -273,7 +273,7 @@ class Offer:
 SLEEP_TAGS = ("weights", "kv_cache")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SleepOrder:
     """An order to sleep (``level`` 1 keeps weights on the host, 2 drops them) or to wake.
 
@@ -285,7 +285,7 @@ class SleepOrder:
     asleep: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Worker:
     """One worker process of a replica."""
 
@@ -296,7 +296,7 @@ class Worker:
     refusals: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timings:
     """A replica's own timings of an update, seconds."""
 
@@ -306,7 +306,7 @@ class Timings:
     apply_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Replica:
     """One replica as known: who it is, its three states, and what it last reported. ``resumed``: pause holders that let
     go before its first report to us, which must not bring their pauses back. ``draining``: an aborted update that
@@ -362,7 +362,7 @@ class Replica:
     conditions: tuple[Condition, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rank:
     """One rank of the trainer. ``serve_host``, ``serve_offers``: how what it retains can be sent, as it said last: what
     InitTransfer said is gone after a restart of ours."""
@@ -384,7 +384,7 @@ class Rank:
     serve_offers: tuple[Offer, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Channel:
     """A bound channel: members are fixed; a change of membership makes a new one.
 
@@ -410,7 +410,7 @@ class Channel:
         return any(o.collective for o in self.offers.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Choice:
     """How some workers of one life of a replica are reached, and why so: workers of equal fate share a choice.
 
@@ -427,7 +427,7 @@ class Choice:
     channel_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trainer:
     """The holder of the group, or the last one (``closed``).
 
@@ -453,7 +453,7 @@ class Trainer:
     without: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Waiter:
     """A caller that waits for an answer. ``what``: start, update, finish, abort, init, pause, resume,
     sleep."""
@@ -466,7 +466,7 @@ class Waiter:
     extra: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Options:
     """What StartUpdate asked for, defaults filled in."""
 
@@ -481,7 +481,7 @@ class Options:
     verify: Verify = Verify.FULL
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanSummary:
     """What the core needs of a plan: its id, how many buckets, and payload bytes per receiving member."""
 
@@ -491,7 +491,7 @@ class PlanSummary:
     bytes_for: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """One participant in an update. ``channels``: by which its bytes come, one for each worker, by worker index."""
 
@@ -515,7 +515,7 @@ class Part:
     timings: Timings = Timings()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parity:
     """A parity check of one replica at one version, in short; nats, NaN where there was nothing to compare."""
 
@@ -532,7 +532,7 @@ class Parity:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One UpdateWeights call: its bucket ranges (channel_id, first, count) and the ranks that made it."""
 
@@ -541,7 +541,7 @@ class Call:
     ranks: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Update:
     """One update. ``parts`` is frozen at StartUpdate: entries change, none comes or goes."""
 
@@ -593,7 +593,7 @@ class Update:
         return [p for p in self.parts.values() if not p.excluded]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CatchUp:
     """One life of a replica is being brought to ``target``, which was committed, from a copy that ``holder`` retains.
 
@@ -633,7 +633,7 @@ class CatchUp:
         return self.channel.receivers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupState:
     """Everything of one group. ``roster`` names each replica known to the store; ``healing`` those that were
     DIRTY when the open update froze, and say so until they apply it. ``writes`` are under way: (kind, about
@@ -663,7 +663,7 @@ class GroupState:
     last_generation: int = 0
     open: Update | None = None
     healing: frozenset[str] = frozenset()
-    history: Mapping[str, Update] = field(default_factory=dict)
+    history: dict[str, Update] = field(default_factory=dict)
     requests: Mapping[str, str] = field(default_factory=dict)
     queue: tuple[tuple[Waiter, object], ...] = ()
     waiters: tuple[Waiter, ...] = ()

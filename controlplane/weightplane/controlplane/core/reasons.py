@@ -57,7 +57,7 @@ class Reason(StrEnum):
     REQUEST_ID_REUSED = auto()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """One failure, fit to be shown: what, where, expected, found, how to mend it. ``tensors`` holds at most five."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from weightplane.controlplane.core import desired as core_desired
 from weightplane.controlplane.core.conditions import declaration
 from weightplane.controlplane.core.members import may_join
-from weightplane.controlplane.core.model import Channel, Choice, Declaration, GroupState, PauseMode, Replica, Trainer
+from weightplane.controlplane.core.model import Channel, Choice, GroupState, PauseMode, Policy, Replica, Trainer
 from weightplane.controlplane.core.negotiate import out_of_reach
 from weightplane.v1 import agent_pb2, transport_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
@@ -87,7 +87,9 @@ def desired_trainer(state: GroupState, generation: int, revision: int, now: floa
     return message
 
 
-def _declaration(d: Declaration) -> agent_pb2.Declaration:
+def _declaration(policy: Policy) -> agent_pb2.Declaration:
+    """What a group declares."""
+    d = declaration(policy)
     return agent_pb2.Declaration(declared=d.values, cache=CACHE.proto(d.cache), pause=PAUSE.proto(d.pause))
 
 
@@ -107,10 +109,11 @@ def _serve(o: core_desired.ServeOrder) -> agent_pb2.ServeOrder:
 
 
 class Desired:
-    """Makes replicas' desired state; keeps the binding of each channel, which is the same for a thousand receivers."""
+    """Makes replicas' desired state; keeps what is the same for a thousand: bindings, what the group declares."""
 
     def __init__(self) -> None:
         self._bindings: dict[str, transport_pb2.ChannelBinding] = {}
+        self._declared: tuple[Policy, agent_pb2.Declaration] | None = None
 
     def message(self, state: GroupState, replica_id: str, revision: int, now: float) -> agent_pb2.DesiredReplica | None:
         """The desired state of a replica, or ``None`` if it is unknown."""
@@ -130,12 +133,13 @@ class Desired:
             pause_holders=[holder for holder, _ in d.pauses],
             pause_mode=PAUSE.proto(pause),
             committed_manifest_id=d.committed_manifest,
-            declared=_declaration(declaration(state.policy)),
+            declared=self._declaration(state.policy),
         )
         if d.sleep is not None:
             order = agent_pb2.SleepOrder(order=d.sleep.order, level=d.sleep.level, asleep=d.sleep.asleep)
             message.sleep.CopyFrom(order)
-        message.serve.extend(_serve(order) for order in d.serve)
+        if d.serve:
+            message.serve.extend(_serve(order) for order in d.serve)
         if d.update is not None:
             self._update(message.update, d.update, state.replicas[replica_id])
         return message
@@ -167,6 +171,12 @@ class Desired:
             for call in u.calls:
                 ranges = [bucket_range(*of_it) for of_it in call.ranges]
                 m.calls.append(agent_pb2.ArmedCall(seq=call.seq, buckets=ranges))
+
+    def _declaration(self, policy: Policy) -> agent_pb2.Declaration:
+        """Made anew for each policy: one is replaced, never changed."""
+        if self._declared is None or self._declared[0] is not policy:
+            self._declared = policy, _declaration(policy)
+        return self._declared[1]
 
     def _binding(self, m: transport_pb2.ChannelBinding, c: Channel, r: Replica) -> None:
         """A receiver gets the senders' offers and its own: a thousand others' would burst the message."""

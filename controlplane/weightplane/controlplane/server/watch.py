@@ -31,12 +31,12 @@ def changes(group: Group) -> Iterator[asyncio.Event]:
 
 
 async def paced(changed: asyncio.Event, began: float) -> None:
-    """Wait for news, and before looking at it nine times as long as the last look took since ``began``.
+    """Wait for news, and before looking at it nineteen times as long as the last look took since ``began``.
 
     A look at a fleet of a thousand costs milliseconds and a barrier brings a thousand news: so followed, it costs the
-    loop a tenth of its time at most. What happened in between is in the newest message.
+    loop a twentieth of its time at most. What happened in between is in the newest message.
     """
-    await asyncio.sleep(9 * (perf_counter() - began))
+    await asyncio.sleep(19 * (perf_counter() - began))
     await changed.wait()
     changed.clear()
 
@@ -88,10 +88,11 @@ def _event(group: Group, u: Update | None, generation: int) -> wt.WatchUpdateRes
 
 
 def _same(a: wt.WatchUpdateResponse, b: wt.WatchUpdateResponse) -> bool:
-    """Equal but for the clocks."""
-    x, y = wt.WatchUpdateResponse(), wt.WatchUpdateResponse()
-    for copy, of in ((x, a), (y, b)):
-        copy.CopyFrom(of)
-        copy.update.ClearField("remaining_ms")
-        copy.update.timings.ClearField("total_s")
-    return x == y
+    """Equal but for the clocks. A copy of a thousand participants would cost more than the comparison."""
+    if not (a.HasField("update") and b.HasField("update")):
+        return a == b
+    clocks = b.update.remaining_ms, b.update.timings.total_s
+    b.update.remaining_ms, b.update.timings.total_s = a.update.remaining_ms, a.update.timings.total_s
+    same = a == b
+    b.update.remaining_ms, b.update.timings.total_s = clocks
+    return same

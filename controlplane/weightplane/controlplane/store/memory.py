@@ -13,7 +13,18 @@ from ..core.kept import Kept
 from ..core.model import GroupState
 from ..failpoints import FailpointError, hit
 from .base import Loaded, StoreError, StoreUnknown
-from .records import ABORTED, COMMITTED, OPEN, Changes, GroupRecord, RosterRecord, UpdateRecord, assemble, settle
+from .records import (
+    ABORTED,
+    COMMITTED,
+    OPEN,
+    Changes,
+    GroupRecord,
+    RosterRecord,
+    UpdateRecord,
+    assemble,
+    oldest_kept,
+    settle,
+)
 
 __all__ = ["Disk", "Fault", "MemoryStore"]
 
@@ -161,8 +172,8 @@ class MemoryStore:
                 g.updates[r.update_id] = replace(r, outcome=ABORTED)
         if changes.update is not None:
             g.updates[changes.update.update_id] = changes.update
-            over = sorted((r.version, r.update_id) for r in g.updates.values() if r.outcome != OPEN)
-            for _, update_id in over[:-keep]:
+            oldest = oldest_kept(changes.update, keep)
+            for update_id in [r.update_id for r in g.updates.values() if r.outcome != OPEN and r.version < oldest]:
                 del g.updates[update_id]
         if changes.decides:
             g.kept = changes.kept

@@ -25,6 +25,7 @@ __all__ = [
     "RosterRecord",
     "UpdateRecord",
     "assemble",
+    "oldest_kept",
     "settle",
 ]
 
@@ -118,6 +119,12 @@ def settle(
         raise StoreError(f"no write is of kind {write.kind!r}")
     except (AttributeError, TypeError, ValueError) as e:
         raise StoreError(f"a {write.kind!r} write of group {state.group!r} cannot be encoded: {e}") from e
+
+
+def oldest_kept(newest: UpdateRecord, keep: int) -> int:
+    """The oldest version that the history keeps once ``newest`` is written: of ``keep`` closed updates, and one more
+    while it is open. By number, since each update mints the next: to count them would read the whole history."""
+    return newest.version - keep + (newest.outcome != OPEN)
 
 
 def _policy(state: GroupState) -> str:

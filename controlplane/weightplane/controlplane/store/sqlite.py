@@ -22,7 +22,7 @@ from ..core.model import GroupState
 from ..failpoints import FailpointError, hit
 from . import mark, schema
 from .base import Loaded, StoredGroup, StoreError, StoreUnknown
-from .records import COMMITTED, Changes, GroupRecord, RosterRecord, UpdateRecord, assemble, settle
+from .records import COMMITTED, Changes, GroupRecord, RosterRecord, UpdateRecord, assemble, oldest_kept, settle
 
 __all__ = ["SqliteStore"]
 
@@ -225,11 +225,8 @@ class SqliteStore:
                 "DO UPDATE SET outcome = excluded.outcome, decided_epoch = excluded.decided_epoch, doc = excluded.doc",
                 (name, *astuple(u)),
             )
-            db.execute(
-                "DELETE FROM updates WHERE grp = ?1 AND outcome != '' AND version <= (SELECT version FROM updates "
-                "WHERE grp = ?1 AND outcome != '' ORDER BY version DESC LIMIT 1 OFFSET ?2)",
-                (name, keep),
-            )
+            too_old = "DELETE FROM updates WHERE grp = ? AND outcome != '' AND version <= ?"
+            db.execute(too_old, (name, oldest_kept(u, keep) - 1))
         if changes.decides:
             _keep(db, name, changes.kept, self._bodies.setdefault(name, set()))
         if r is not None and r.admin:
