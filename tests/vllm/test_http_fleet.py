@@ -127,15 +127,21 @@ def test_bytes_arrive_while_a_request_generates(pair: Fleet, folders: dict[str, 
 
 @contextmanager
 def stuck(pair: Fleet, checkpoint: Path, mode: str) -> Iterator[subprocess.Popen[str]]:
-    """A trainer in the middle of sending, which never goes on."""
+    """A trainer in the middle of sending, which never goes on; bytes have landed on every replica."""
     command = [sys.executable, "-m", "tests.vllm.stuck_trainer", pair.plane.address, pair.group, str(checkpoint), mode]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert trainer.stdout is not None and trainer.stdout.readline().strip() == "sending"
+        eventually(lambda: landed(pair), 30, "bytes land on every replica")  # what nothing was written to is not DIRTY
         yield trainer
     finally:
         trainer.kill()
         trainer.wait(10)
+
+
+def landed(pair: Fleet) -> bool:
+    update = pair.plane.state(pair.group).open
+    return update is not None and all(p.bytes_received for p in update.parts.values())
 
 
 def aborted(pair: Fleet) -> float:
