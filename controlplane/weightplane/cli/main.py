@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import agent, certs, demo, doctor, fleet, parity, publish, serve, sleeping, watch
+from . import agent, certs, demo, doctor, fleet, parity, policy, publish, serve, sleeping, watch
 
 __all__ = ["app"]
 
@@ -16,5 +16,5 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for module in (serve, agent, publish, fleet, sleeping, watch, certs, doctor, parity, demo):
+for module in (serve, agent, publish, fleet, policy, sleeping, watch, certs, doctor, parity, demo):
     module.register(app)
