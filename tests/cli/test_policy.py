@@ -14,8 +14,8 @@ def said(site: Site, *words: str, group: str = GROUP) -> dict[str, Any]:
 
 def test_what_is_not_named_stays_as_it_is(site: Site) -> None:
     before = said(site)
-    words = ("--cache", "salt", "--pause", "wait", "--on-failure", "continue_stale", "--max-stale", "2")
-    words += ("--verify", "full", "--parity", "quarantine", "--min-replicas", "1", "--at-least", "1")
+    words = ["--cache", "salt", "--pause", "wait", "--on-failure", "continue_stale", "--max-stale", "2"]
+    words += ["--verify", "full", "--parity", "quarantine", "--min-replicas", "1", "--at-least", "1"]
     changed = said(site, *words, "--update-timeout", "30")
     assert changed == {
         **before,
