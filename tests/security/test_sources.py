@@ -26,7 +26,7 @@ IMPORTERS = {
 CLOCKS = {
     "controlplane/weightplane/controlplane/server/convert.py": "a time for people, in an answer",
     "controlplane/weightplane/controlplane/server/logs.py": "a time for people, in the log",
-    "transports/weightplane/transports/pull_control.py": "how old a half-made socket of somebody else's is",
+    "transports/weightplane/transports/pull_listening.py": "how old a half-made socket of somebody else's is",
 }
 
 

@@ -17,7 +17,7 @@ import torch
 
 from tests.transports.pull_memory import MemoryExporter, MemoryTransport
 from weightplane.controlplane.core.plan import Bucket, Segment
-from weightplane.transports import pull, pull_control, pull_declared, pull_senders, pull_wire
+from weightplane.transports import pull, pull_control, pull_declared, pull_link, pull_senders, pull_wire
 from weightplane.transports.base import (
     ArmToken,
     ChannelAborted,
@@ -487,7 +487,7 @@ def test_strangers_that_say_nothing_are_few_and_short_lived(
 
 def test_a_receiver_that_does_not_read_is_cut_off(transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for it is bounded, and the others get theirs."""
-    monkeypatch.setattr(pull_control, "_OUTBOX", 100_000)
+    monkeypatch.setattr(pull_link, "_OUTBOX", 100_000)
     made = spec(transport, 2)
     sender, good = transport.open_sender(made, "s"), transport.open_receiver(made, "r1")
     deaf = proven(transport, made)

@@ -21,7 +21,8 @@ from weightplane.v1.transport_pb2 import PullBucket, PullMessage, PullReady, Pul
 
 from .base import ArmToken, ChannelAborted, ChannelSpec, ChannelTimeout, PeerLost, SendChannel, TransportError
 from .pull_abc import Entry, Exporter, Importer, Pull
-from .pull_control import Link, Listener
+from .pull_control import Listener
+from .pull_link import Link
 from .pull_receive import PullReceiveChannel
 from .pull_wire import FrameError
 

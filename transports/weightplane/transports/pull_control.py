@@ -6,159 +6,46 @@ that has not shown its channel's key within seconds is closed. Whatever arrives 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hmac
 import logging
 import os
-import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
-from weightplane.controlplane.addresses import is_loopback_host
 from weightplane.v1.transport_pb2 import (
-    PullArmed,
-    PullBye,
     PullChallenge,
     PullEndpoint,
     PullHello,
     PullMessage,
     PullRefused,
-    PullWelcome,
 )
 
-from .base import ChannelSpec, TransportError
+from .base import TransportError
+from .pull_link import Link, Owner
+from .pull_listening import listen_tcp, listen_unix
 from .pull_wire import (
     FRAME,
     PROTOCOL,
     FrameError,
-    Frames,
-    encode,
     host_id,
     new_nonce,
-    problem_of,
     proof,
-    socket_path,
     tune_tcp,
 )
 
-__all__ = ["Link", "Listener", "Owner"]
+__all__ = ["Listener"]
 
-_PREFIX: Final = "weightplane-pull-"
 _UNPROVEN: Final = 64  # connections that have not shown a key yet; the oldest goes first
 _PROVE_S: Final = 5.0  # seconds until a connection must have shown it
-_OUTBOX: Final = 64 << 20  # bytes that may wait for a receiver that does not read
 _CHUNK: Final = 64 << 10
 
 log = logging.getLogger(__name__)
-
-
-class Owner(Protocol):
-    """A sending channel, as the listener sees it. Called on the listener's thread; must not block."""
-
-    spec: ChannelSpec
-    member: str
-
-    def welcome(self) -> PullWelcome:
-        """What a receiver is told first."""
-        ...
-
-    def admit(self, link: Link) -> str:
-        """Take a proven connection; a text refuses it."""
-        ...
-
-    def said(self, link: Link, message: PullMessage) -> None:
-        """A proven receiver sent something."""
-        ...
-
-    def ended(self, link: Link) -> None:
-        """The connection is over; ``link.gone`` says why."""
-        ...
-
-    def pace(self) -> float | None:
-        """Seconds until ``serve`` should be called again; ``None``: not needed now."""
-        ...
-
-    def serve(self) -> None:
-        """Let the transport work for its readers."""
-        ...
-
-
-class Link:
-    """A connection to one receiver. ``post`` and ``close``: any thread; they return at once."""
-
-    def __init__(self, listener: Listener, sock: socket.socket) -> None:
-        self._listener, self.socket = listener, sock
-        self.frames = Frames()
-        self.hello: PullHello | None = None
-        self.nonce = b""
-        self.owner: Owner | None = None  # set once the key was shown
-        self.since = time.monotonic()
-        self.gone = ""
-        # the channel's, under its lock
-        self.armed: PullArmed | None = None
-        self.serve = False
-        self.regions: set[int] = set()
-        self.versions: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._outbox = bytearray()
-        self.closed = threading.Event()
-
-    @property
-    def receiver(self) -> str:
-        """The member at the other end."""
-        return self.hello.receiver if self.hello is not None else ""
-
-    def post(self, *messages: PullMessage) -> None:
-        """Send, now or as soon as the receiver reads. After the end: nothing."""
-        data = b"".join(map(encode, messages))
-        with self._lock:
-            if self.gone:
-                return
-            if not self._outbox:
-                data = data[self._write(data) :]
-            self._outbox += data
-            if len(self._outbox) > _OUTBOX:
-                self._end(f"does not read: {len(self._outbox)} bytes wait for it")
-            waits = bool(self._outbox) or bool(self.gone)
-        if waits:
-            self._listener.wake(self)
-
-    def close(self, why: str, bye: str = "") -> None:
-        """End the connection; ``bye`` is told if it can be told at once."""
-        with self._lock:
-            if not self.gone:
-                if bye and not self._outbox:
-                    self._write(encode(PullMessage(bye=PullBye(reason=bye))))
-                self._end(why)
-        self._listener.wake(self)
-
-    def flush(self) -> bool:
-        """Write what waits; whether anything still does. The listener's thread."""
-        with self._lock:
-            if self._outbox and not self.gone:
-                del self._outbox[: self._write(self._outbox)]
-            return bool(self._outbox) and not self.gone
-
-    def _write(self, data: bytes | bytearray) -> int:
-        try:
-            return self.socket.send(data)
-        except BlockingIOError:
-            return 0
-        except OSError as e:
-            self._end(f"is gone ({e.strerror or e})")
-            return 0
-
-    def _end(self, why: str) -> None:
-        if not self.gone:
-            self.gone = why
-            with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Listener:
@@ -175,12 +62,16 @@ class Listener:
         self._path: Path | None = None
         self._listeners: list[socket.socket] = []
         try:
-            address = self._listen_tcp(bind, advertise) if bind else ""
-            name = self._listen_unix(directory)
+            address = ""
+            if bind:
+                made, address = listen_tcp(bind, advertise)
+                self._listeners.append(made)
+            made, self._path = listen_unix(directory)
+            self._listeners.append(made)
         except BaseException:
             self._release()
             raise
-        self.endpoint = PullEndpoint(host_id=host_id(directory), socket=name, address=address)
+        self.endpoint = PullEndpoint(host_id=host_id(directory), socket=self._path.name, address=address)
         for made in self._listeners:
             made.setblocking(False)
             self._selector.register(made, selectors.EVENT_READ, made)
@@ -227,47 +118,11 @@ class Listener:
     def _key(owner: Owner) -> tuple[str, str, str]:
         return owner.spec.transport, owner.spec.channel_id, owner.member
 
-    # --- sockets
-
-    def _listen_tcp(self, bind: str, advertise: str) -> str:
-        problem = problem_of(bind, advertise)
-        if problem:
-            raise TransportError(problem)
-        host, _, port = bind.rpartition(":")
-        try:
-            made = socket.create_server(
-                (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
-        except OSError as e:
-            raise TransportError(f"WEIGHTPLANE_PULL_BIND={bind!r}: cannot listen there: {e.strerror or e}") from e
-        self._listeners.append(made)
-        if not is_loopback_host(host):
-            log.warning("INSECURE, as asked for: control connections on %s are plaintext off loopback", bind)
-        return advertise or f"{host}:{made.getsockname()[1]}"
-
-    def _listen_unix(self, directory: Path) -> str:
-        _sweep(directory)
-        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._listeners.append(made)
-        self._path = directory / name
-        try:
-            with socket_path(directory, f".{name}") as path:  # complete and private before it has its name
-                made.bind(path)
-                os.chmod(path, 0o600)
-            made.listen(128)
-            os.rename(directory / f".{name}", self._path)
-            atexit.register(_remove, self._path, os.getpid())  # a process ends without shutting its transports down
-        except OSError as e:
-            raise TransportError(f"cannot listen in {directory}: {e.strerror or e}; set WEIGHTPLANE_SHM_DIR") from e
-        return name
-
     def _release(self) -> None:
         for made in self._listeners:
             made.close()
         if self._path is not None:
-            for path in (self._path, self._path.with_name(f".{self._path.name}")):
-                path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
         self._selector.close()
         with self._lock:
             self._stopping = True
@@ -429,28 +284,3 @@ class Listener:
         link.closed.set()
         if link.owner is not None:
             link.owner.ended(link)
-
-
-def _remove(path: Path, pid: int) -> None:
-    """Take our own name away; a forked child leaves it to its parent."""
-    if os.getpid() == pid:
-        path.unlink(missing_ok=True)
-
-
-def _sweep(directory: Path) -> None:
-    """Remove sockets whose listener died."""
-    try:
-        names = [n for n in os.listdir(directory) if n.lstrip(".").startswith(_PREFIX)]
-    except OSError:
-        return
-    for name in names:
-        path = directory / name
-        with contextlib.suppress(OSError), socket_path(directory, name) as at:
-            if name.startswith(".") and time.time() - path.stat().st_mtime < 60:
-                continue  # one that is being made
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.setblocking(False)
-                try:
-                    probe.connect(at)
-                except ConnectionRefusedError:
-                    path.unlink(missing_ok=True)
