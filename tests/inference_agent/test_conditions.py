@@ -1,5 +1,5 @@
-"""A replica tells how its engine's settings compare with what its group declares: as it joins, on every session, and
-when the declaration changes."""
+"""A replica tells how its engine's settings compare with what its group declares: as it joins, on every session, when
+the declaration changes, and, where a version is declared, when the engine holds another."""
 
 from __future__ import annotations
 
@@ -106,6 +106,40 @@ def test_an_engine_that_is_slow_to_tell_holds_nothing_up_and_the_newest_declarat
         eventually(lambda: told(plane) == {"Dtype": "False"}, 60, "the newest")
         policy(plane, declared={"dtype": "impossible"})
         eventually(lambda: told(plane) == {"Audit": "Unknown"}, 60, "an audit that fails is told")
+    finally:
+        agent.stop()
+        plane.close()
+
+
+class Versioned(TorchModuleEngine):
+    """Judges the version of its weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2))
+        self.asked = 0
+
+    def conditions(self, declared: Declaration) -> tuple[Condition, ...]:
+        self.asked += 1
+        same = declared.values.get("weight_version", "") in ("", str(self.held()[0].version))
+        return (Condition("WeightVersion", str(same), "Judged", "", "publish"),)
+
+
+@pytest.mark.timeout(240)
+def test_a_version_that_is_declared_is_judged_again_when_the_engine_holds_another() -> None:
+    plane = Server().start()
+    engine = Versioned()
+    agent = InferenceAgent(plane.address, "g", "r0", engine).start()
+    try:
+        eventually(lambda: told(plane) == {"WeightVersion": "True"}, 60, "told at join")
+        with Publisher(plane.address, "g", ModuleSource(nn.Linear(2, 2)), trainer_id="t") as publisher:
+            assert publisher.publish(1).version == 1
+            assert engine.asked == 1, "no version is declared: an update is no reason to ask an engine"
+            policy(plane, declared={"weight_version": "2"}, blocking=["WeightVersion"])
+            eventually(lambda: told(plane) == {"WeightVersion": "False"}, 60, "it holds 1")
+            assert publisher.publish(2).version == 2
+            eventually(lambda: told(plane) == {"WeightVersion": "True"}, 60, "it holds 2")
+            assert publisher.publish(3).version == 3
+            eventually(lambda: told(plane) == {"WeightVersion": "False"}, 60, "it holds 3")
     finally:
         agent.stop()
         plane.close()

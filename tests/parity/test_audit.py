@@ -275,6 +275,9 @@ def test_conditions_of_several_instances_are_the_worst_and_say_when_nobody_could
     assert (two["Audit"], two["LogprobsMode"], two["Dtype"]) == ("True", "False", "True")
     assert (two["CachePolicy"], two["PauseMode"]) == ("False", "True"), "as the group's updates do"
     assert two["WeightVersion"] == "True", "as the workers say where the engine labels none"
+    undeclared = conditions_of(Told(replace(right, weight_version=6)), Declaration(), 3, 1.0)  # type: ignore[arg-type]
+    (version,) = (c for c in undeclared if c.type == "WeightVersion")
+    assert (version.status, "6" in version.message) == ("True", False), "the next update would make it a lie"
     assert of(Told(right), dtype="bfloat16")["Dtype"] == "False"
     assert (of(Told())["Audit"], of(Told())["LogprobsMode"]) == ("Unknown", "Unknown")
     odd = of(Told(right), engine_colour="blue")

@@ -340,7 +340,10 @@ class InferenceAgent:
         report: Report = core.report_of(self._state, landed, self.engine.running_requests)
         self._told = (time.monotonic(), landed)
         receipts = self._ops.receipts(report.update_id) if report.stage is Stage.PREPARED else ()
-        self._session.publish(replace(report, held=self.engine.held()), receipts)
+        held = self.engine.held()
+        self._session.publish(replace(report, held=held), receipts)
+        if self._auditor is not None:
+            self._auditor.holds(h.version for h in held)
 
     def _look(self) -> None:
         """Between events: deadlines, progress, the helper, and whether the engine is still the one we know."""

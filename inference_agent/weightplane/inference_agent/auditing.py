@@ -1,10 +1,12 @@
-"""How an engine's settings compare with what its group declares: judged as its replica joins, and when that changes."""
+"""How an engine's settings compare with what its group declares: judged as its replica joins, and when that changes;
+where a version of the weights is declared, also when the engine holds another."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from weightplane.controlplane.core.model import Condition, Declaration
 
@@ -23,11 +25,21 @@ class Auditor:
         self._engine, self._tell = engine, tell
         self._lock = threading.Lock()
         self._wanted: Declaration | None = None
+        self._held: frozenset[int] = frozenset()
 
     def judge(self, declared: Declaration) -> None:
         """Begin, unless it is what was judged last. Returns at once."""
         if declared == self._wanted:
             return
+        self._begin(declared)
+
+    def holds(self, versions: Iterable[int]) -> None:
+        """The engine's workers hold these now. No other setting changes while it runs, so mostly nothing is asked."""
+        before, self._held = self._held, frozenset(versions)
+        if self._held != before and self._wanted is not None and "weight_version" in self._wanted.values:
+            self._begin(replace(self._wanted))  # another object: what is being judged now is no longer wanted
+
+    def _begin(self, declared: Declaration) -> None:
         self._wanted = declared
         detached("weightplane-audit", lambda: self._judge(declared))
 

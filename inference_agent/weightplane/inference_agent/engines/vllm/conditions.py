@@ -13,6 +13,8 @@ from .settings import Declared, EngineSettings, declared_from
 __all__ = ["conditions_of"]
 
 _WORST = ("False", "Unknown", "True")
+#: Judged as the replica joins, it would name a version that the next update replaces.
+_ANY_VERSION = Condition("WeightVersion", "True", "NothingDeclared", "any version of its weights will do")
 
 
 def conditions_of(
@@ -34,6 +36,8 @@ def conditions_of(
     found = tuple(replace(s, weight_version=version) if s.weight_version is None else s for s in found)
     judged = [audit(replace(s, **updates), wanted) for s in found]  # type: ignore[arg-type] # words, both
     merged = tuple(min(same, key=lambda c: _WORST.index(c.status)) for same in zip(*judged, strict=True))
+    if wanted.weight_version is None:
+        merged = tuple(_ANY_VERSION if c.type == _ANY_VERSION.type else c for c in merged)
     if why:
         return (Condition("Audit", "Unknown", "NotJudged", why, "UpdateGroup, or VLLM_SERVER_DEV_MODE=1"), *merged)
     return (Condition("Audit", "True", "Judged", f"{len(found)} instance(s) judged"), *merged)
