@@ -54,6 +54,16 @@ def test_where_no_cause_is_believed_the_engines_own_rerun_says_on_which_side() -
     assert choose(off(0.5), FLOAT32, []).cause == "unknown"
 
 
+def test_a_stale_cache_of_which_the_engine_does_not_tell_is_no_way_to_serve() -> None:
+    """Weights before are there and so are old keys, but vLLM runs without --enable-prompt-tokens-details."""
+    wrong = [candidate("version-behind", off(0.4))]
+    found = choose(off(0.5), FLOAT32, wrong, rescored=off(4e-6), neutral=off(0.5), untold=True)
+    assert (found.kind, found.cause) == ("inference-path", "unknown") and "cache is likely stale" in found.text
+    assert "--enable-prompt-tokens-details" in found.advice and "--previous" not in found.advice
+    found = choose(off(0.5), FLOAT32, wrong, rescored=off(4e-6), neutral=off(4e-6))
+    assert found.kind == "semantic" and "--enable" not in found.advice
+
+
 def test_values_that_are_not_finite_are_named_before_all_else() -> None:
     served = compare([[-1.0, SERVED_FLOOR, math.nan, -1.0]], [[-1.0] * 4])
     found = choose(served, FLOAT32, [candidate("a", off(0.0))], rescored=compare([[math.nan]], [[-1.0]]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .diagnosis import Candidate, Diagnosis, choose
 from .probe import checked
 from .reruns import rescored
-from .samples import Sample, Scorer
+from .samples import Sample, Sampling, Scorer
 from .stats import Stats, compare
 from .thresholds import Thresholds
 from .variants import Variants
@@ -60,7 +60,15 @@ def diagnose(samples: Sequence[Sample], evidence: Evidence) -> tuple[Diagnosis, 
             if url:
                 more[name] = compare(rescored(url, steady), raw)
     candidates = list(_candidates(samples, evidence))
-    found = choose(stats, evidence.thresholds, candidates, rescored=more.get("rescored"))
+    plain = [i for i, s in enumerate(samples) if s.sampling == Sampling() and len(s.spans) <= 1]
+    found = choose(
+        stats,
+        evidence.thresholds,
+        candidates,
+        rescored=more.get("rescored"),
+        neutral=compare([served[i] for i in plain], [right[i] for i in plain]) if plain else None,
+        untold=any(s.cached is None for s in steady),
+    )
     return found, more
 
 

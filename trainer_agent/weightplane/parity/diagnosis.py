@@ -60,7 +60,13 @@ class Diagnosis:
 
 
 def choose(
-    served: Stats, thresholds: Thresholds, candidates: Sequence[Candidate], *, rescored: Stats | None = None
+    served: Stats,
+    thresholds: Thresholds,
+    candidates: Sequence[Candidate],
+    *,
+    rescored: Stats | None = None,
+    neutral: Stats | None = None,
+    untold: bool = False,
 ) -> Diagnosis:
     """Name the likeliest cause.
 
@@ -71,6 +77,8 @@ def choose(
             of it away, and of those the one that leaves least.
         rescored: the engine's own scores of the same tokens (temperature 1, cache not read) against the trainer's;
             where no candidate is believed they tell what is served wrongly from what is computed wrongly.
+        neutral: of ``served``, what was sampled at temperature 1 without filters: no way to serve it wrongly is known.
+        untold: the engine does not tell which tokens of its prompts came from its cache: none could be accused.
     """
     tried = tuple(candidates)
     beyond = exceeded(served, thresholds)
@@ -114,15 +122,24 @@ def choose(
             tried,
         )
     left = _left(usable[0]) if usable else math.nan
-    if rescored is not None and not exceeded(rescored, thresholds):
+    kind, text = "inference-path", f"nothing that was tried explains it; {beyond[0]}"
+    todo: list[str] = []
+    if not any(c.cause == "version-behind" for c in tried):
+        todo.append("give the weights of the version before (--previous)")
+    if rescored is None or exceeded(rescored, thresholds):
+        todo += ["see that --checkpoint is what was published", "give a fresh engine (--fresh)"]
+        todo.append("audit dtypes and quantization")
+    else:
         text = "the engine computes the same tokens rightly when asked again, without its cache and at temperature 1"
-        advice = "audit logprobs mode, sampling defaults and cache; give the weights of the version before (--previous)"
-        return Diagnosis("semantic", "unknown", text, advice, True, before, left, math.nan, tried)
-    text = f"nothing that was tried explains it; {beyond[0]}"
-    advice = (
-        "give the weights of the version before (--previous), a fresh engine (--fresh); audit dtypes and quantization"
-    )
-    return Diagnosis("inference-path", "unknown", text, advice, True, before, left, math.nan, tried)
+        if untold:
+            todo.append("start vLLM with --enable-prompt-tokens-details, or it does not tell what its cache gave it")
+        if neutral is not None and exceeded(neutral, thresholds):
+            text += ", and wrongly at temperature 1 with it: what is in its cache is likely stale"
+            todo.append("publish(cache='clear')")
+        else:
+            kind = "semantic"
+            todo.append("audit logprobs mode, sampling defaults and cache")
+    return Diagnosis(kind, "unknown", text, "; ".join(todo), True, before, left, math.nan, tried)
 
 
 def _left(candidate: Candidate) -> float:
