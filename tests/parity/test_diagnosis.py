@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from weightplane.cli.main import app
+from weightplane.parity import running
 from weightplane.parity.diagnosis import Candidate, choose
 from weightplane.parity.stats import SERVED_FLOOR, Stats, compare
 from weightplane.parity.thresholds import BY_DTYPE
@@ -79,3 +84,25 @@ def test_a_trainer_that_is_not_finite_is_not_blamed_on_the_engine() -> None:
 def test_what_the_group_asked_for_is_reported_and_no_fault() -> None:
     found = choose(off(0.5), FLOAT32, [candidate("prefix-cache", off(5e-6), fault=False)])
     assert (found.cause, found.fault, found.before) == ("prefix-cache", False, pytest.approx(0.5))
+
+
+def test_the_command_prints_cause_and_figures_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "ok": False, "kind": "inference-path", "cause": "prefix-cache", "text": "old keys", "advice": "clear",
+        "candidates": [], "reruns": {"rescored": {"mean_abs": 5.39654865860939e-06}, "fresh": {"mean_abs": None}},
+        "in_flight": 1,
+    }  # fmt: skip
+    monkeypatch.setattr(running, "diagnosed", lambda *_: found)
+    done = CliRunner().invoke(app, ["parity", "diagnose", "--in-flight", "5"])
+    assert done.exit_code == 4
+    assert "inference-path: prefix-cache: old keys" in done.stdout and "mean |Δ| 5.40e-06" in done.stdout
+    assert "mean |Δ| not finite" in done.stdout and "1 request(s) in flight met an update" in done.stdout
+
+
+def test_who_keeps_requests_in_flight_is_told_when_to_publish(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(running, "ride_through", lambda *_, **__: ())
+    with caplog.at_level(logging.WARNING, "weightplane.parity"):
+        running._flown(running.Asked("u", previous=Path("b"), in_flight=5.0), 99)
+    assert "publish the version of --checkpoint now" in caplog.text

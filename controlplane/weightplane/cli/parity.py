@@ -24,6 +24,10 @@ __all__ = ["register"]
 UrlOption = Annotated[str, typer.Option("--url", help="Where vLLM's server listens.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 _REPORT = Path("parity-report")
+_RERUNS = {
+    "rescored": "rescored (by the engine, as a prompt, without its cache)",
+    "fresh": "fresh (the other engine's scores of the same tokens)",
+}
 _START = "start it with VLLM_SERVER_DEV_MODE=1, or name its address with --url"
 
 app = typer.Typer(
@@ -197,8 +201,12 @@ def diagnose(
         if rows:
             table("what each hypothesis leaves of the difference", ["kind", "cause", "mean |Δ|", "outside"], rows)
         for name, stats in found["reruns"].items():
-            console.print(f"{name}: mean |Δ| {stats['mean_abs']}", markup=False)
-        console.print(f"{found['kind']}: {found['text']}", markup=False)
+            mean = "not finite" if stats["mean_abs"] is None else f"{stats['mean_abs']:.2e}"
+            console.print(f"{_RERUNS.get(name, name)}: mean |Δ| {mean}", markup=False)
+        if in_flight:
+            console.print(f"{found['in_flight']} request(s) in flight met an update")
+        cause = "" if found["cause"] == found["kind"] else f" {found['cause']}:"
+        console.print(f"{found['kind']}:{cause} {found['text']}", markup=False)
         if found["advice"]:
             console.print(f"  next: {found['advice']}", markup=False)
     if not found["ok"]:

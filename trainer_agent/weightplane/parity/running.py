@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from .thresholds import Thresholds, calibrated, thresholds_of
 
 __all__ = ["Asked", "Job", "ProbeError", "Unfit", "diagnosed", "prepare"]
 
+
+log = logging.getLogger("weightplane.parity")
 
 _LINES = 2  # of requests kept in flight
 _LONGER = 16  # times as many tokens as a probe's
@@ -135,6 +138,8 @@ def _flown(asked: Asked, vocab: int) -> tuple[Sample, ...]:
         raise Unfit("expected --previous with --in-flight: the first tokens are of the version before")
     prompts = draw_prompts(asked.seed + 1, _LINES, asked.prompt_tokens, vocab, shared=0)
     tokens = _LONGER * asked.tokens
+    # A warning, so that whoever waits for it sees it: before this an update would have met nobody.
+    log.warning("requests are in flight, for %g s at most: publish the version of --checkpoint now", asked.in_flight)
     return ride_through(asked.url, prompts, tokens, sampling=Sampling(), seed=asked.seed, patience=asked.in_flight)
 
 
