@@ -93,12 +93,15 @@ def test_the_replica_that_is_off_is_named_and_checked_at_every_version_until_it_
     assert check(fleet, Receipt(3, ("a", "b"))) == ()
 
 
-def test_an_engine_that_does_not_answer_is_told_and_accused_of_nothing(fleet: Fleet) -> None:
+def test_an_engine_that_does_not_answer_is_told_and_accused_of_nothing(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     fleet.off.update(b="it holds version 3", mute=0.0)
     found = LoopCheck(scorer, plan=PLAN)(fleet, Receipt(4, ("a", "b", "mute", "gone")))
     assert verdicts(found) == {"a": OK, "b": NOTHING, "mute": NOTHING}
     assert found[1].reason == "it holds version 3" and math.isnan(found[1].mean_abs)
     assert "serving_address" in found[2].reason
+    assert "replica b was not checked" in caplog.text and "replica mute was not checked" in caplog.text
     again = LoopCheck(scorer, plan=PLAN, urls={"mute": "a"})(fleet, Receipt(5, ("mute",)))
     assert verdicts(again) == {"mute": OK}
 

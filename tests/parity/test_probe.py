@@ -165,6 +165,9 @@ def test_the_report_is_json_and_a_picture(tmp_path: Path) -> None:
     assert found["whole"]["mean_abs"] == pytest.approx(0.1)
     assert [s["sampling"]["temperature"] for s in found["by_sampling"]] == [1.0, 0.7]
     assert [p["position"] for p in found["whole"]["curve"]] == [0, 1]
+    assert found["cached_tokens"] is None, "an engine that does not tell has not said none"
+    told = [replace(s, cached=3) for s in samples(0.1)[0]]
+    assert report(judge(3, told, samples(0.1)[1], FLOAT32), {})["cached_tokens"] == 6
     draw(tmp_path / "parity.png", result, "t")
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
     empty = report(judge(3, *(samples(0.0)[0], [[math.nan] * 2] * 2), FLOAT32), {})

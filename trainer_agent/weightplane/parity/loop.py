@@ -130,13 +130,13 @@ class LoopCheck:
         try:
             return [sample(u, self._plan, version=version, timeout=self._timeout)[1] for u in url.split(",")]
         except ProbeError as e:
-            log.warning("replica %s was not checked: %s", replica.replica_id, e)
             return str(e)
 
     def _judged(
         self, replica: fleet_pb2.ReplicaInfo, version: int, served: list[_Samples] | str
     ) -> update_pb2.ParityResult:
         if isinstance(served, str):
+            log.warning("replica %s was not checked: %s", replica.replica_id, served)
             return not_measured(replica.replica_id, version, served)
         results = [scored(version, s, self._scorer, self._thresholds) for s in served]
         worst = next((r for r in results if not r.ok), max(results, key=lambda r: r.whole.mean_abs))

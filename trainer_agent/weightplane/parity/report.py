@@ -19,6 +19,7 @@ __all__ = ["diagnosis_report", "draw", "report", "write_json"]
 def report(result: ProbeResult, about: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON-ready data: every statistic by the names of ``Stats``; NaN and infinity as ``null``. ``about``: what was
     asked for (url, seed, dtype, …)."""
+    told = [s.cached for s in result.samples if s.cached is not None]
     return {
         "ok": result.ok,
         "version": result.version,
@@ -27,7 +28,7 @@ def report(result: ProbeResult, about: Mapping[str, Any]) -> dict[str, Any]:
         "exceeded": list(result.exceeded),
         "whole": _plain(result.whole),
         "by_sampling": [{"sampling": asdict(s), **_plain(v)} for s, v in result.by_sampling.items()],
-        "cached_tokens": sum(s.cached or 0 for s in result.samples),
+        "cached_tokens": sum(told) if len(told) == len(result.samples) else None,  # None: it does not tell
         "engine_seconds": result.seconds[0],
         "scorer_seconds": result.seconds[1],
     }
