@@ -54,7 +54,8 @@ def test_tokens_that_cannot_be_sampled_under_a_cause_speak_against_it() -> None:
 def test_where_no_cause_is_believed_the_engines_own_rerun_says_on_which_side() -> None:
     wrong = [candidate("a", off(0.4))]
     assert choose(off(0.5), FLOAT32, wrong, rescored=off(4e-6)).kind == "semantic"
-    assert choose(off(0.5), FLOAT32, wrong, rescored=off(0.5)).kind == "inference-path"
+    computed = choose(off(0.5), FLOAT32, wrong, rescored=off(0.5))
+    assert computed.kind == "inference-path" and "--dtype here is to be the engine's" in computed.advice
     assert choose(off(0.5), FLOAT32, wrong).kind == "inference-path"
     assert choose(off(0.5), FLOAT32, []).cause == "unknown"
 

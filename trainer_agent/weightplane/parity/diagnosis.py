@@ -128,7 +128,7 @@ def choose(
         todo.append("give the weights of the version before (--previous)")
     if rescored is None or exceeded(rescored, thresholds):
         todo += ["see that --checkpoint is what was published", "give a fresh engine (--fresh)"]
-        todo.append("audit dtypes and quantization")
+        todo.append("audit dtype and quantization: --dtype here is to be the engine's (vLLM makes bfloat16 of float32)")
     else:
         text = "the engine computes the same tokens rightly when asked again, without its cache and at temperature 1"
         if untold:
