@@ -185,7 +185,7 @@ def test_the_command_refuses_what_cannot_be() -> None:
     assert run("--scorer", "math", "--vocab", "9") == 2
     assert run("--scorer", "math:pi", "--vocab", "9") == 2
     assert run("--checkpoint", "/not/here") == 2
-    assert run("--scorer", "math:exp", "--vocab", "9", "--url", "http://127.0.0.1:9") == 4
+    assert run("--scorer", "math:exp", "--vocab", "9", "--url", "http://127.0.0.1:9") == 3
 
 
 def test_a_plan_is_made_from_what_was_asked() -> None:

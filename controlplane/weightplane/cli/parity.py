@@ -12,7 +12,7 @@ import typer
 from weightplane.v1 import fleet_pb2
 from weightplane.v1.common_pb2 import CachePolicy, PauseMode
 
-from .client import DEFAULT_ADDRESS, AddressOption, JsonOption, connect, one_of
+from .client import DEFAULT_ADDRESS, AddressOption, JsonOption, connect, interrupted, one_of
 from .exits import Exit
 from .output import complain, console, emit_json, table
 
@@ -139,7 +139,8 @@ def check(
     report: Annotated[Path, typer.Option("--report", help="Folder of parity.json and parity.png.")] = _REPORT,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the engine's and the trainer's log-probabilities of the same tokens. Exit 4 if they are too far apart."""
+    """Compare the engine's and the trainer's log-probabilities of the same tokens. Exit 4 if they are too far apart,
+    3 if no engine answers."""
     given = locals()
     from weightplane.parity.running import prepare
 
@@ -185,7 +186,8 @@ def diagnose(
     report: Annotated[Path, typer.Option("--report", help="Folder of diagnosis.json.")] = _REPORT,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which kind of mismatch there is, and the likeliest cause, by controlled re-runs. Exit 4 if there is one."""
+    """Say which kind of mismatch there is, and the likeliest cause, by controlled re-runs. Exit 4 if there is one,
+    3 if no engine answers."""
     given = locals()
     from weightplane.parity.running import diagnosed
 
@@ -226,7 +228,7 @@ def _asked(given: Mapping[str, Any]) -> Asked:
 
 def _ran(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
     """What the work found; its errors as documented exits."""
-    from weightplane.parity.running import ProbeError, Unfit
+    from weightplane.parity.running import ProbeError, Unfit, Unreachable
 
     try:
         return work()
@@ -235,8 +237,12 @@ def _ran(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         todo = "pip install 'weightplane[torch]' transformers"
         complain(f"{error.name} is missing", "", Exit.REFUSED, as_json, todo)
+    except KeyboardInterrupt:
+        interrupted("nothing was measured; what the engine had begun for it runs to its end there", as_json)
+    except Unreachable as error:
+        complain(str(error), "UNREACHABLE", Exit.UNREACHABLE, as_json, _START)
     except ProbeError as error:
-        complain(str(error), "", Exit.REFUSED, as_json, _START)
+        complain(str(error), "", Exit.REFUSED, as_json, _START if "HTTP 40" in str(error) else "")
 
 
 def _show(found: dict[str, Any], report: Path) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from weightplane.v1 import fleet_pb2, update_pb2
 
-from .probe import ProbeError, ProbeResult, sample, scored
+from .probe import ProbeError, ProbeResult, in_vocabulary, sample, scored
 from .samples import Plan, Sample, Sampling, Scorer, draw_prompts
 from .thresholds import BY_DTYPE, Thresholds
+from .together import together
 
 __all__ = ["LoopCheck", "summary"]
 
@@ -62,7 +62,7 @@ class LoopCheck:
         thresholds: bounds; by default float32's. A scorer that rounds brings its own (``samples.Rounds``).
         urls: of replicas' servers by replica id, where they are not what the replica itself says.
         at_most: replicas at a time: those that failed last, then the others in turn.
-        timeout: of one request, seconds.
+        timeout: of one request, seconds. An engine that hangs fails its first one.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class LoopCheck:
         vocab = vocab or int(getattr(scorer, "vocab_size", 0))
         if plan is None and not vocab:
             raise ValueError("expected a plan, or vocab: the prompts are token ids below it")
+        self._vocab = vocab
         self._scorer, self._every, self._at_most, self._timeout = scorer, every, at_most, timeout
         self._plan = plan or Plan(draw_prompts(0, 2, 128, vocab), SAMPLINGS, 1, 24)
         self._thresholds, self._urls = thresholds, dict(urls or {})
@@ -103,11 +104,10 @@ class LoopCheck:
             return ()
         known = {r.replica_id: r for r in publisher.replicas()}
         chosen = [known[rid] for rid in self._choice(receipt.ready) if rid in known]
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="parity") as pool:
-            served = list(pool.map(lambda r: self._served(r, receipt.version), chosen))
+        served = together(lambda r: self._served(r, receipt.version), chosen, _AT_ONCE, "parity")
         found = tuple(self._judged(r, receipt.version, samples) for r, samples in zip(chosen, served, strict=True))
         self._checked = receipt.version
-        self._failed -= {p.replica_id for p in found}
+        self._failed -= {p.replica_id for p in found if p.verdict == update_pb2.PARITY_VERDICT_AT_PARITY}
         self._failed &= known.keys()
         self._failed |= {p.replica_id for p in found if p.verdict == update_pb2.PARITY_VERDICT_NOT_AT_PARITY}
         if found:
@@ -128,7 +128,10 @@ class LoopCheck:
         if not url:
             return "the replica tells no serving_address: give its URL (urls)"
         try:
-            return [sample(u, self._plan, version=version, timeout=self._timeout)[1] for u in url.split(",")]
+            served = [sample(u, self._plan, version=version, timeout=self._timeout)[1] for u in url.split(",")]
+            for u, samples in zip(url.split(","), served, strict=True):
+                in_vocabulary(u, samples, self._vocab)
+            return served
         except ProbeError as e:
             return str(e)
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts, VllmOutput
+from weightplane.inference_agent.engines.vllm.rollouts import (
+    RolloutError,
+    Rollouts,
+    RolloutUnreachable,
+    VllmOutput,
+)
 
 from .samples import Plan, Rounds, Sample, Sampling, Scorer
 from .stats import Stats, compare
 from .thresholds import Thresholds, calibrated, exceeded
+from .together import together
 
-__all__ = ["ProbeError", "ProbeResult", "judge", "probe", "sample", "scored"]
+__all__ = ["ProbeError", "ProbeResult", "Unreachable", "in_vocabulary", "judge", "probe", "sample", "scored"]
 
 _AT_ONCE = 4  # requests
 
 
 class ProbeError(RuntimeError):
     """The engine or the scorer did not do its part, or the weights changed meanwhile. Nothing was measured."""
+
+
+class Unreachable(ProbeError):
+    """Nobody answers where the engine should be."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ def probe(
     """
     began = time.monotonic()
     held, samples = sample(url, plan, version=version, timeout=timeout)
+    in_vocabulary(url, samples, int(getattr(scorer, "vocab_size", 0)))
     return scored(held, samples, scorer, thresholds, engine_seconds=time.monotonic() - began)
 
 
@@ -87,11 +97,14 @@ def sample(
         if version is not None and held != version:
             raise ProbeError(f"{url} holds version {held}, the trainer's is {version}: publish it first")
         jobs = [(s, n, p) for s in plan.samplings for n, p in enumerate(plan.prompts)]
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as pool:
-            answers = list(pool.map(lambda job: _ask(rollouts, plan, job[0], job[1], job[2], options), jobs))
+        answers = together(lambda job: _ask(rollouts, plan, *job, options), jobs, _AT_ONCE, "probe")
+    except RolloutUnreachable as e:
+        raise Unreachable(str(e)) from e
     except RolloutError as e:
         raise ProbeError(str(e)) from e
-    found = tuple(_sample(url, p, s, out) for (s, _, p), outs in zip(jobs, answers, strict=True) for out in outs)
+    if short := [len(outs) for outs in answers if len(outs) != plan.completions]:
+        raise ProbeError(f"{url}: expected {plan.completions} completions of each prompt, found {short[0]}")
+    found = tuple(_sample(url, plan, p, s, out) for (s, _, p), outs in zip(jobs, answers, strict=True) for out in outs)
     others = sorted(
         {str(x.version if x.known else "unknown") for s in found for x in s.spans if x.version != held or not x.known}
     )
@@ -119,20 +132,36 @@ def _ask(
     )
 
 
-def _sample(url: str, prompt: tuple[int, ...], sampling: Sampling, out: VllmOutput) -> Sample:
-    if not out.tokens or len(out.logprobs) != len(out.tokens):
-        raise ProbeError(f"{url}: {len(out.tokens)} tokens with {len(out.logprobs)} log-probabilities ({out.finish})")
+def _sample(url: str, plan: Plan, prompt: tuple[int, ...], sampling: Sampling, out: VllmOutput) -> Sample:
+    if not out.tokens or len(out.logprobs) != len(out.tokens) or len(out.tokens) > plan.max_tokens:
+        raise ProbeError(
+            f"{url}: expected 1 to {plan.max_tokens} tokens with a log-probability of each, found {len(out.tokens)} "
+            f"tokens with {len(out.logprobs)} log-probabilities ({out.finish})"
+        )
     return Sample(prompt, tuple(out.tokens), tuple(out.logprobs), sampling, out.spans, out.cached_tokens)
+
+
+def in_vocabulary(url: str, samples: Sequence[Sample], vocab: int) -> None:
+    """Whether every token is one that the trainer has; ``vocab`` 0: it is not known. ``ProbeError``."""
+    most = max((t for s in samples for t in s.tokens), default=0)
+    if vocab and most >= vocab:
+        raise ProbeError(f"{url}: expected tokens below {vocab}, the trainer's vocabulary, found {most}")
 
 
 def checked(samples: Sequence[Sample], scores: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     """A scorer's answer, of the shape that it must have. ``ProbeError``."""
-    if [len(s) for s in scores] != [len(s.tokens) for s in samples]:
+    try:
+        found = tuple(tuple(float(v) for v in row) for row in scores)
+    except (TypeError, ValueError, OverflowError) as e:
         raise ProbeError(
-            f"the scorer gave {len(scores)} lists of {sum(map(len, scores))} values for {len(samples)} samples of "
+            f"the scorer: expected a list of log-probabilities for each sample, found {type(scores).__name__}: {e}"
+        ) from e
+    if [len(row) for row in found] != [len(s.tokens) for s in samples]:
+        raise ProbeError(
+            f"the scorer gave {len(found)} lists of {sum(map(len, found))} values for {len(samples)} samples of "
             f"{sum(len(s.tokens) for s in samples)} tokens"
         )
-    return tuple(tuple(float(v) for v in row) for row in scores)
+    return found
 
 
 def judge(

@@ -24,7 +24,7 @@ def report(result: ProbeResult, about: Mapping[str, Any]) -> dict[str, Any]:
         "ok": result.ok,
         "version": result.version,
         **about,
-        "thresholds": asdict(result.thresholds),
+        "thresholds": {k: _finite(v) for k, v in asdict(result.thresholds).items()},
         "exceeded": list(result.exceeded),
         "whole": _plain(result.whole),
         "by_sampling": [{"sampling": asdict(s), **_plain(v)} for s, v in result.by_sampling.items()],
@@ -85,7 +85,8 @@ def draw(path: Path, result: ProbeResult, title: str) -> None:
     x, y = [p.position for p in whole], [max(p.max_abs, least) for p in whole]
     axes.plot(x, y, color="#43525f", linewidth=1, linestyle=":", label="largest of all")
     bound = result.thresholds.mean_abs
-    axes.axhline(bound, color="#c8562b", linestyle="--", label=f"bound of the mean, {bound:g}")
+    if math.isfinite(bound):
+        axes.axhline(bound, color="#c8562b", linestyle="--", label=f"bound of the mean, {bound:g}")
     axes.set_yscale("log")
     axes.set_xlabel("position of the token in its completion")
     axes.set_ylabel("|trainer − engine| log-probability, nats")

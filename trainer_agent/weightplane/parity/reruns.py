@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts, VllmOutput
+from weightplane.inference_agent.engines.vllm.rollouts import (
+    RolloutError,
+    Rollouts,
+    RolloutUnreachable,
+    VllmOutput,
+)
 
-from .probe import ProbeError
+from .probe import ProbeError, Unreachable
 from .samples import Sample, Sampling
+from .together import together
 
 __all__ = ["rescored", "ride", "ride_through"]
 
@@ -31,28 +31,19 @@ def rescored(url: str, samples: Sequence[Sample], *, timeout: float = 120.0) -> 
     whole, and does not read its prefix cache for them. One list per sample, nats; NaN where vLLM says that some are not
     finite (it answers no request with such a value in it). ``ProbeError``.
     """
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rescore") as pool:
-        return list(pool.map(lambda s: _rescored(url, s, timeout), samples))
+    return together(lambda s: _rescored(url, s, timeout), samples, _AT_ONCE, "rescore")
 
 
 def _rescored(url: str, sample: Sample, timeout: float) -> list[float]:
-    ids = [*sample.prompt, *sample.tokens]
-    sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-    body = json.dumps({"token_ids": ids, "sampling_params": sampling, "stream": False}).encode()
-    base = (url if "//" in url else f"http://{url}").rstrip("/")
-    request = urllib.request.Request(f"{base}/inference/v1/generate", body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            entries: Any = json.loads(answer.read())["prompt_logprobs"]
-        last = list(zip(ids, entries, strict=True))[len(sample.prompt) :]
-        return [float(entry[str(token)]["logprob"]) for token, entry in last]
-    except (OSError, http.client.HTTPException) as e:
-        text = e.read(300).decode("utf-8", "replace") if isinstance(e, urllib.error.HTTPError) else str(e)
-        if _NOT_FINITE in text:
+        tokens = [*sample.prompt, *sample.tokens]
+        return Rollouts(url, timeout=timeout).prompt_logprobs(tokens, len(sample.prompt))
+    except RolloutUnreachable as e:
+        raise Unreachable(str(e)) from e
+    except RolloutError as e:
+        if _NOT_FINITE in str(e):
             return [math.nan] * len(sample.tokens)
-        raise ProbeError(f"{base}/inference/v1/generate: {type(e).__name__}: {text}") from e
-    except (ValueError, KeyError, TypeError) as e:
-        raise ProbeError(f"{base}/inference/v1/generate: no prompt_logprobs of each token ({e})") from e
+        raise ProbeError(str(e)) from e
 
 
 def ride(
@@ -75,6 +66,8 @@ def ride(
         for out in Rollouts(url, timeout=timeout).stream(prompt, max_tokens=tokens, **options):
             if on_tokens is not None:
                 on_tokens(len(out.tokens))
+    except RolloutUnreachable as e:
+        raise Unreachable(str(e)) from e
     except RolloutError as e:
         raise ProbeError(str(e)) from e
     if out is None or not out.tokens or len(out.logprobs) != len(out.tokens):
@@ -102,8 +95,10 @@ def ride_through(
                 met.set()
         return found
 
-    with ThreadPoolExecutor(len(prompts), thread_name_prefix="ride") as pool:
-        found = [s for rode in pool.map(line, range(len(prompts))) for s in rode]
+    try:
+        found = [s for rode in together(line, range(len(prompts)), len(prompts), "ride") for s in rode]
+    finally:
+        met.set()  # after a failure or Ctrl-C no line begins another
     if not found:
         raise ProbeError(f"{url}: no update came within {patience:g} s to requests in flight: publish while this runs")
     return tuple(found)

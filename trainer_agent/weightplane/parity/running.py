@@ -7,18 +7,19 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from .probe import ProbeError, ProbeResult, probe, sample
+from .probe import ProbeError, ProbeResult, Unreachable, in_vocabulary, probe, sample
 from .report import diagnosis_report, draw, report, write_json
 from .reruns import ride_through
 from .samples import DEFAULT_SAMPLINGS, Plan, Sample, Sampling, Scorer, draw_prompts, sampling_from
-from .thresholds import Thresholds, calibrated, thresholds_of
+from .thresholds import BY_DTYPE, Thresholds, calibrated, thresholds_of
 
-__all__ = ["Asked", "Job", "ProbeError", "Unfit", "diagnosed", "prepare"]
+__all__ = ["Asked", "Job", "ProbeError", "Unfit", "Unreachable", "diagnosed", "prepare"]
 
 
 log = logging.getLogger("weightplane.parity")
@@ -74,6 +75,7 @@ class Job:
 
         There is no picture where matplotlib is not installed. ``ProbeError``.
         """
+        made(folder)
         result = self.probe()
         asked = self.asked
         about = {
@@ -91,9 +93,29 @@ class Job:
         except ModuleNotFoundError as e:
             if e.name is None or e.name.partition(".")[0] != "matplotlib":
                 raise
+        except OSError as e:
+            raise Unfit(f"--report {folder}: expected a folder to write to, found {e}") from e
         found = {**report(result, about), "files": files}
-        write_json(folder / "parity.json", found)
+        written(folder / "parity.json", found)
         return found
+
+
+def made(folder: Path) -> None:
+    """Make the report's folder, before minutes are spent on what goes there. ``Unfit``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise Unfit(f"--report {folder}: expected a folder to write to, found {e}") from e
+
+
+def written(path: Path, found: Mapping[str, Any]) -> None:
+    """``write_json``; ``Unfit``."""
+    try:
+        write_json(path, found)
+    except OSError as e:
+        raise Unfit(f"--report {path.parent}: expected a folder to write to, found {e}") from e
 
 
 def diagnosed(asked: Asked, folder: Path) -> dict[str, Any]:
@@ -108,25 +130,30 @@ def diagnosed(asked: Asked, folder: Path) -> dict[str, Any]:
     from .scorer import TransformersScorer
     from .variants import Variants
 
+    made(folder)
     job = prepare(replace(asked, scorer=""))
     own = _scorer(replace(asked, checkpoint=None)) if asked.scorer else None
-    before = None if asked.previous is None else _scorer(replace(asked, checkpoint=asked.previous, scorer=""))
+    earlier = replace(asked, checkpoint=asked.previous, scorer="")
+    before = None if asked.previous is None else _scorer(earlier, "--previous")
     reference = job.scorer
     assert isinstance(reference, TransformersScorer) and (before is None or isinstance(before, TransformersScorer))
+    if before is not None and before.shapes != reference.shapes:
+        raise Unfit(f"--previous {asked.previous}: expected a checkpoint of the same model as --checkpoint")
     flown = _flown(asked, reference.vocab_size)
     version, samples = sample(asked.url, job.plan, version=asked.version)
     samples += flown
+    in_vocabulary(asked.url, samples, reference.vocab_size)
     coldest = min((s.temperature or 1.0 for s in job.plan.samplings), default=1.0)
     bounds = job.thresholds.at(coldest)
     if reference.rounds:
         bounds = calibrated(reference.score(samples), reference.exact(samples))
-    earlier = min((s.version for f in flown for s in f.spans if s.known), default=-1)
-    variants = Variants(reference, version, before, earlier)
+    least = min((s.version for f in flown for s in f.spans if s.known), default=-1)
+    variants = Variants(reference, version, before, least)
     evidence = Evidence(variants, bounds, asked.url, asked.fresh, asked.cache_policy, own)
     conclusion, more = diagnose(samples, evidence)
     about = {"url": asked.url, "version": version, "seed": asked.seed, "in_flight": len(flown)}
     found = diagnosis_report(conclusion, more, about)
-    write_json(folder / "diagnosis.json", found)
+    written(folder / "diagnosis.json", found)
     return found
 
 
@@ -158,6 +185,8 @@ def _prepared(asked: Asked) -> Job:
         raise ValueError("expected one of --checkpoint and --scorer: whose log-probabilities are right?")
     samplings = tuple(sampling_from(s) for s in asked.samplings) or DEFAULT_SAMPLINGS
     bounds = thresholds_of(asked.dtype, _bounds(asked.bounds))
+    if asked.head_dtype not in BY_DTYPE:
+        raise ValueError(f"--head-dtype: expected one of {', '.join(BY_DTYPE)}, found {asked.head_dtype!r}")
     vocab = asked.vocab or _vocabulary(asked.checkpoint)
     plan = Plan(
         draw_prompts(asked.seed, asked.prompts, asked.prompt_tokens, vocab),
@@ -186,18 +215,20 @@ def _vocabulary(checkpoint: Path | None) -> int:
     try:
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         return int((config.get("text_config") or config)["vocab_size"])
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"--checkpoint {checkpoint}: no vocab_size in its config.json ({e})") from e
 
 
-def _scorer(asked: Asked) -> Scorer:
+def _scorer(asked: Asked, option: str = "--checkpoint") -> Scorer:
     if asked.checkpoint is not None:
         from .scorer import TransformersScorer
 
         try:
             return TransformersScorer(asked.checkpoint, dtype=asked.dtype, head_dtype=asked.head_dtype)
-        except (OSError, AttributeError) as e:
-            raise Unfit(f"--checkpoint {asked.checkpoint}: {e}") from e
+        except ModuleNotFoundError:
+            raise
+        except Exception as e:  # whatever transformers and safetensors make of a folder that is no checkpoint
+            raise Unfit(f"{option} {asked.checkpoint}: {type(e).__name__}: {e}") from e
     module, colon, name = asked.scorer.partition(":")
     if not colon:
         raise Unfit(f"--scorer {asked.scorer!r}: expected module:function")

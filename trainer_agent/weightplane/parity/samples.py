@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ValueError(f"expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found {self}")
+        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(f"expected a finite temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found {self}")
 
     def __str__(self) -> str:
         more = [f"top-k {self.top_k}"] * bool(self.top_k) + [f"top-p {self.top_p:g}"] * (self.top_p < 1)

@@ -61,6 +61,11 @@ class TransformersScorer:
         return int(weight.shape[0])
 
     @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of every parameter, by its name in the module."""
+        return {name: p.shape for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+    @property
     def tied(self) -> bool:
         """Whether the last projection's weights are the embedding's."""
         model: Any = self.model

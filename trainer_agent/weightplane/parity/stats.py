@@ -15,6 +15,7 @@ __all__ = ["SERVED_FLOOR", "Bad", "Position", "Stats", "compare", "ess", "k3", "
 #: What vLLM serves for a log-probability that is minus infinity or NaN (0.32: ``token_in_token_out/serving.py``).
 SERVED_FLOOR = -9999.0
 _ROUNDING = 1e-4  # a log-probability of a certain token may come out this far above 0
+_LEAST = -1e300  # what is below is a probability of 0 in any dtype, and a sum of some is beyond a double
 _MOST_NAMED = 16
 
 
@@ -177,7 +178,7 @@ def _fault(value: float) -> str:
     """What keeps a value from being a log-probability; empty: nothing."""
     if math.isnan(value):
         return "nan"
-    if math.isinf(value):
+    if math.isinf(value) or value < _LEAST:
         return "+inf" if value > 0 else "-inf"
     if value == SERVED_FLOOR:
         return "floor"

@@ -79,6 +79,9 @@ def thresholds_of(dtype: str, overrides: Mapping[str, float] | None = None) -> T
     changed = dict(overrides or {})
     if unknown := sorted(set(changed) - set(known)):
         raise ValueError(f"unknown bound(s) {', '.join(unknown)}; known: {', '.join(known)}")
+    for name, value in changed.items():
+        if not value >= 0:
+            raise ValueError(f"bound {name}: expected a number, 0 or more, found {value}")
     if not changed:
         return bounds
     source = f"{bounds.source}; {', '.join(sorted(changed))} as the caller says"

@@ -7,8 +7,11 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +22,19 @@ from weightplane.inference_agent.spans import Span
 from ..gate import VersionTag
 from .spans import cache_salt, spans_of_labels, version_of_label
 
-__all__ = ["RolloutError", "Rollouts", "VllmOutput"]
+__all__ = ["RolloutError", "RolloutUnreachable", "Rollouts", "VllmOutput"]
 
 _MOST_SHOWN = 500
+#: What reading an answer of another shape than vLLM's raises.
+_MISSHAPEN = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
 class RolloutError(RuntimeError):
     """vLLM refused a request, answered something else than expected, or cannot be reached."""
+
+
+class RolloutUnreachable(RolloutError):
+    """Nobody answers there: no connection came about."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,8 @@ class VllmOutput:
 class Rollouts:
     """A vLLM server, as a trainer's rollout worker asks it. Thread-safe.
 
-    ``about``: what is known of versions (``spans_of_labels``); may grow while requests run.
+    ``timeout``: seconds until the whole answer is there, of a stream until its next bytes. ``about``: what is known of
+    versions (``spans_of_labels``); may grow while requests run.
     """
 
     url: str
@@ -59,7 +69,7 @@ class Rollouts:
         label = self._call("GET", "/weight_info").get("weight_version")
         version = version_of_label(label)
         if version is None:
-            raise RolloutError(f"{self.url}: its weights are labelled {label!r}, which is no version of ours")
+            raise RolloutError(f"{self.url}: its weights are labelled {label!r:.100}, which is no version of ours")
         return version
 
     def salt(self, started: int) -> str:
@@ -77,8 +87,21 @@ class Rollouts:
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             choices = sorted(answer["choices"], key=lambda c: int(c["index"]))
             return [self._output(c, usage["prompt_tokens"], cached) for c in choices]
-        except (KeyError, TypeError) as e:
-            raise RolloutError(f"{self.url}: not an answer of /inference/v1/generate: {str(answer)[:300]}") from e
+        except _MISSHAPEN as e:
+            why = f"{type(e).__name__}: {e!s:.200}"
+            raise RolloutError(f"{self.url}: not an answer of /inference/v1/generate ({why}): {answer!s:.300}") from e
+
+    def prompt_logprobs(self, tokens: Sequence[int], first: int) -> list[float]:
+        """The log-probabilities of ``tokens[first:]`` as parts of a prompt, nats; ``first``: 1 or more."""
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(tokens), "sampling_params": sampling, "stream": False}
+        answer = self._call("POST", "/inference/v1/generate", body)
+        try:
+            told = list(zip(tokens, answer["prompt_logprobs"], strict=True))
+            return [float(entry[str(token)]["logprob"]) for token, entry in told[first:]]
+        except _MISSHAPEN as e:
+            why = f"{type(e).__name__}: {e!s:.200}"
+            raise RolloutError(f"{self.url}/inference/v1/generate: no prompt_logprobs of each token ({why})") from e
 
     def stream(self, prompt: Sequence[int], *, max_tokens: int, **options: Any) -> Iterator[VllmOutput]:
         """Answer a prompt once; yields the output so far whenever tokens come, and at last the whole one.
@@ -109,13 +132,15 @@ class Rollouts:
                     yield VllmOutput(list(tokens), list(logprobs), spans, finish, len(prompt))
             if not finish:
                 raise RolloutError(f"{self.url}: the answer broke off after {len(tokens)} tokens")
-        except (OSError, http.client.HTTPException) as e:
-            raise RolloutError(f"{self.url}: {type(e).__name__}: {e} after {len(tokens)} tokens") from e
+        except (OSError, http.client.HTTPException, *_MISSHAPEN) as e:
+            raise RolloutError(f"{self.url}: {type(e).__name__}: {e!s:.200} after {len(tokens)} tokens") from e
         finally:
             connection.close()
 
     def _output(self, choice: Mapping[str, Any], prompt_tokens: int, cached: int | None) -> VllmOutput:
         tokens: list[int] = list(choice["token_ids"] or ())
+        if strange := [t for t in tokens if type(t) is not int or t < 0]:
+            raise ValueError(f"token_ids: expected whole numbers, 0 or more, found {strange[0]!r:.100}")
         content = (choice.get("logprobs") or {}).get("content") or ()
         return VllmOutput(
             tokens,
@@ -127,37 +152,80 @@ class Rollouts:
         )
 
     def _call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        connection, response = self._open(method, path, body)
-        try:
-            answer = json.loads(response.read())
-        except (OSError, ValueError, http.client.HTTPException) as e:
-            raise RolloutError(f"{self.url}{path}: {type(e).__name__}: {e}") from e
-        finally:
-            connection.close()
+        connection = self._connect(method, path)
+        with _within(connection, self.timeout) as late:
+            try:
+                answer = json.loads(self._answer(connection, method, path, body).read())
+            except (OSError, ValueError, RecursionError, http.client.HTTPException, RolloutError) as e:
+                if late.is_set():
+                    why = f"no whole answer within {self.timeout:g} s"
+                    raise RolloutError(f"{method} {self.url}{path}: {why}") from e
+                if isinstance(e, RolloutError):
+                    raise
+                raise RolloutError(f"{self.url}{path}: {type(e).__name__}: {e}"[:_MOST_SHOWN]) from e
+            finally:
+                connection.close()
         if not isinstance(answer, dict):
             raise RolloutError(f"{self.url}{path}: expected a JSON object")
         return answer
 
     def _open(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """A connection and its answer, which is a good one."""
-        u = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
-        kind = http.client.HTTPSConnection if u.scheme == "https" else http.client.HTTPConnection
-        connection = kind(u.hostname or "", u.port, timeout=self.timeout)
+        connection = self._connect(method, path)
+        try:
+            return connection, self._answer(connection, method, path, body)
+        except RolloutError:
+            connection.close()
+            raise
+
+    def _connect(self, method: str, path: str) -> http.client.HTTPConnection:
+        try:
+            u = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
+            if u.scheme not in ("http", "https") or not u.hostname:
+                raise ValueError("expected http://host:port")
+            kind = http.client.HTTPSConnection if u.scheme == "https" else http.client.HTTPConnection
+            connection = kind(u.hostname, u.port, timeout=self.timeout)
+            connection.connect()
+        except (OSError, ValueError, http.client.HTTPException) as e:
+            raise RolloutUnreachable(f"{method} {self.url}{path}: {type(e).__name__}: {e}") from e
+        return connection
+
+    def _answer(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any
+    ) -> http.client.HTTPResponse:
+        """The answer, which is a good one."""
+        prefix = urlsplit(self.url if "//" in self.url else f"http://{self.url}").path.rstrip("/")
         try:
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, u.path.rstrip("/") + path, data, {"Content-Type": "application/json"})
+            connection.request(method, prefix + path, data, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
                 text = response.read(_MOST_SHOWN).decode("utf-8", "replace")
                 hint = ". Start vLLM with --enable-scale-out" if response.status == 403 else ""
                 raise RolloutError(f"{method} {self.url}{path}: HTTP {response.status}: {text}{hint}")
         except (OSError, http.client.HTTPException) as e:
-            connection.close()
             raise RolloutError(f"{method} {self.url}{path}: {type(e).__name__}: {e}") from e
-        except RolloutError:
-            connection.close()
-            raise
-        return connection, response
+        return response
+
+
+@contextlib.contextmanager
+def _within(connection: http.client.HTTPConnection, seconds: float) -> Iterator[threading.Event]:
+    """Cut the connection after so many seconds, and set the event: its own timeout is of one read, and a server that
+    sends a byte now and then never meets it."""
+    late, sock = threading.Event(), connection.sock  # the answer takes the socket away from its connection
+
+    def cut() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
 
 
 def _body(prompt: Sequence[int], max_tokens: int, options: Mapping[str, Any], stream: bool) -> dict[str, Any]:

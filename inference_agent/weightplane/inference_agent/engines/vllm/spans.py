@@ -13,6 +13,7 @@ __all__ = ["BORN", "cache_salt", "spans_of_labels", "version_of_label"]
 
 #: vLLM's label of the weights that it loaded at its start.
 BORN = "default"
+_MOST_DIGITS = 19  # of an int64
 
 
 def version_of_label(label: object) -> int | None:
@@ -20,7 +21,8 @@ def version_of_label(label: object) -> int | None:
     if label == BORN:
         return 0
     text = str(label)
-    return int(text) if text.isascii() and text.isdecimal() and text == str(int(text)) and int(text) > 0 else None
+    ours = len(text) <= _MOST_DIGITS and text.isascii() and text.isdecimal() and text[0] != "0"
+    return int(text) if ours else None
 
 
 def spans_of_labels(
