@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.core.harness import Group
 from weightplane.controlplane.core import events
+from weightplane.controlplane.core.holders import holders
 from weightplane.controlplane.core.model import (
     Admin,
     Held,
@@ -14,6 +15,8 @@ from weightplane.controlplane.core.model import (
     ParityPolicy,
     Phase,
     Policy,
+    Retained,
+    Stage,
     Verdict,
 )
 from weightplane.controlplane.core.parity import newest
@@ -101,3 +104,59 @@ def test_a_fenced_trainers_checks_change_nothing() -> None:
     before = g.s.replicas["r0"]
     failure = g.failure(g.call(events.FinishUpdate, update_id="u1", parity=(check(),), generation=99))
     assert failure is not None and g.s.replicas["r0"] == before and not g.s.history["u1"].parity
+
+
+def test_the_end_of_the_update_that_was_checked_does_not_bring_back_who_failed_in_it() -> None:
+    """FinishUpdate answers at its deadline though a replica is still PENDING; checks come while the update is open."""
+    g = Group().fleet()
+    g.call(events.SetPolicy, policy=Policy(parity=ParityPolicy.QUARANTINE))
+    g.to(Phase.COMMITTED)
+    g.applied("r0")
+    assert g.s.open is not None
+    g.call(events.FinishUpdate, parity=(check("r0"),))
+    assert g.s.replicas["r0"].admin is Admin.QUARANTINED
+    g.applied("r1")
+    r = g.s.replicas["r0"]
+    assert g.s.open is None and r.admin is Admin.QUARANTINED and r.failure is not None and "parity" in r.failure.message
+    g.publish("u2")
+    assert g.s.replicas["r0"].admin is Admin.ACTIVE, "a full update after it does"
+
+
+def test_who_was_in_quarantine_for_another_reason_is_healed_where_checks_are_only_recorded() -> None:
+    g = Group().fleet()
+    g.call(events.SetAdmin, replica_id="r0", admin=Admin.QUARANTINED)
+    g.to(Phase.COMMITTED)
+    g.applied("r0")
+    g.call(events.FinishUpdate, parity=(check("r0"),))
+    g.applied("r1")
+    assert g.s.replicas["r0"].admin is Admin.ACTIVE
+
+
+def test_who_is_in_quarantine_retains_nothing_for_others() -> None:
+    g = fleet()
+    for rid in ("r0", "r1"):
+        g.report(rid, update_id="u1", stage=Stage.APPLIED, retained=Retained(g.s.committed, "m"))
+    assert [h.name for h in holders(g.s)] == ["r0", "r1"]
+    tell(g, check("r0"))
+    assert [h.name for h in holders(g.s)] == ["r1"]
+    g.call(events.SetAdmin, replica_id="r0", admin=Admin.ACTIVE)
+    assert [h.name for h in holders(g.s)] == ["r0", "r1"]
+
+
+def test_a_check_of_a_replica_that_nobody_knows_is_refused() -> None:
+    """Names that callers make up would be kept with the update for good, each as large as a check may be."""
+    g = fleet()
+    assert tell(g, check("r1"), check("r9")) is Reason.UNKNOWN_REPLICA
+    assert not g.s.history["u1"].parity and g.s.replicas["r1"].admin is Admin.ACTIVE
+    g.call(events.SetAdmin, replica_id="r0", admin=Admin.DRAINING)
+    g.do(events.Leave("r0", g.s.replicas["r0"].incarnation))
+    g.do(events.Tick())
+    assert tell(g, check("r0")) is None, "it took part, whether it is still there or not"
+
+
+def test_a_rank_that_does_not_exist_tells_nothing() -> None:
+    g = fleet()
+    for rank in (-1, 1):
+        failure = g.failure(g.call(events.FinishUpdate, update_id="u1", parity=(check(),), rank=rank))
+        assert failure is Reason.INVALID_ARGUMENT
+    assert not g.s.history["u1"].parity and g.s.replicas["r0"].admin is Admin.ACTIVE

@@ -17,6 +17,8 @@ __all__ = ["Auditor"]
 
 log = logging.getLogger("weightplane.inference_agent")
 
+_MOST = 40  # whose longest texts are within the 64 KiB of a session's message
+
 
 class Auditor:
     """Of one life of a replica. ``tell`` gets the conditions, on a thread of ours: an engine may be slow to answer."""
@@ -46,6 +48,7 @@ class Auditor:
     def _judge(self, declared: Declaration) -> None:
         try:
             found = self._engine.conditions(declared)
+            _told(found)
         except Exception as e:
             log.exception("the engine's settings could not be judged")
             found = (Condition("Audit", "Unknown", "Failed", f"{type(e).__name__}: {e}"),)
@@ -55,3 +58,18 @@ class Auditor:
         with self._lock:
             if found and declared is self._wanted:  # else one that was asked for later tells, or has told
                 self._tell(found)
+
+
+def _told(found: Sequence[Condition]) -> None:
+    """Whether the coordinator would take them: what it refuses ends the session, again after each reconnect, and an
+    engine that judges itself wrongly would be out of the fleet. ``ValueError``."""
+    types = [c.type for c in found]
+    if len(found) > _MOST or len(set(types)) < len(types):
+        raise ValueError(f"conditions: expected at most {_MOST}, each type once, found {sorted(types)}")
+    for c in found:
+        if not c.type or any(len(t.encode("utf-8", "replace")) > 64 or not t.isprintable() for t in (c.type, c.reason)):
+            raise ValueError(f"condition {c.type!r}: expected type and reason as printable words of at most 64 bytes")
+        if not c.setting.isprintable():
+            raise ValueError(f"condition {c.type!r}: expected a printable setting, found {c.setting!r}")
+        if c.status not in ("True", "False", "Unknown"):
+            raise ValueError(f"condition {c.type!r}: expected the status True, False or Unknown, found {c.status!r}")

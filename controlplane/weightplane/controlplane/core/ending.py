@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import parity
 from .events import ReadBack, StepDown, Stored
 from .evolve import replace
 from .model import Part, Phase, Stage, Update, Weights
@@ -126,7 +127,8 @@ def _close(tx: Tx, u: Update) -> None:
         r = tx.state.replicas.get(part.replica_id)
         if r is None or r.incarnation != part.incarnation:
             continue
-        if u.phase is Phase.COMMITTED and part.stage is Stage.APPLIED and not part.dirty:
+        healed = u.phase is Phase.COMMITTED and part.stage is Stage.APPLIED and not part.dirty
+        if healed and not parity.condemned(tx.state, u, r.replica_id):
             r = replace(r, failures_in_a_row=0, failure=None)
             r = replace(r, catch_ups_failed=0, catch_up_after=0.0, catch_up_refusal="")
             if r.admin.value == "QUARANTINED":

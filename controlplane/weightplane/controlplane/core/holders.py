@@ -57,13 +57,15 @@ class Holder:
 
 
 def holders(state: GroupState) -> list[Holder]:
-    """Those that retain what is committed, peers first; nobody while nothing proves what that is."""
+    """Those that retain what is committed, peers first; nobody while nothing proves what that is, and no peer that is
+    in quarantine: two that failed would bring each other back."""
     if state.unproven:
         return []
     wanted = Retained(state.committed, state.committed_manifest)
     out: list[Holder] = []
     for r in state.replicas.values():
-        if r.retained == wanted and lives(r) and r.replica_id not in state.catch_ups:
+        good = r.retained == wanted and r.admin is not Admin.QUARANTINED
+        if good and lives(r) and r.replica_id not in state.catch_ups:
             placed = r.placements.get(wanted.manifest_id, {})
             if all(w.index in placed for w in r.workers):
                 senders = tuple((f"{r.replica_id}/{w.index}", placed[w.index]) for w in r.workers)

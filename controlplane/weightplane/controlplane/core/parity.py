@@ -10,11 +10,12 @@ from .model import Admin, GroupState, Parity, ParityPolicy, Phase, Update, Verdi
 from .reasons import Failure, Reason
 from .tx import Tx
 
-__all__ = ["newest", "record"]
+__all__ = ["condemned", "newest", "record"]
 
 
 def record(tx: Tx, results: Iterable[Parity]) -> Failure | None:
-    """Keep them; all or none. Why not, if one is of a version that was not committed or is forgotten."""
+    """Keep them; all or none. Why not, if one is of a version that was not committed or is forgotten, or of a replica
+    that is not known: what callers make up would stay with the update for good."""
     known = {u.version: u for u in (*tx.state.history.values(), tx.state.open) if u is not None}
     found: dict[int, list[Parity]] = {}
     for p in results:
@@ -22,6 +23,9 @@ def record(tx: Tx, results: Iterable[Parity]) -> Failure | None:
         if u is None or u.phase is not Phase.COMMITTED:
             text = f"parity: expected a version that group {tx.state.group!r} committed, found {p.version}"
             return Failure(Reason.INVALID_ARGUMENT, text, p.replica_id)
+        if p.replica_id not in u.parts and p.replica_id not in tx.state.replicas:
+            text = f"parity: expected a replica of group {tx.state.group!r} or of {u.update_id}, found {p.replica_id!r}"
+            return Failure(Reason.UNKNOWN_REPLICA, text, p.replica_id)
         found.setdefault(p.version, []).append(p)
     for version, new in found.items():
         u = known[version]
@@ -50,6 +54,14 @@ def _judge(tx: Tx, u: Update, p: Parity) -> None:
     tx.put_replica(replace(r, admin=Admin.QUARANTINED, failure=Failure(Reason.ENGINE, why, r.replica_id)))
     tx.write_roster(r.replica_id, Admin.QUARANTINED)
     tx.say(f"replica {r.replica_id} is QUARANTINED: not at parity")
+
+
+def condemned(state: GroupState, u: Update, replica_id: str) -> bool:
+    """Whether a check of ``u``'s own version put the replica in quarantine: the end of ``u`` is no reason to bring it
+    back."""
+    if state.policy.parity is not ParityPolicy.QUARANTINE:
+        return False
+    return any(p.replica_id == replica_id and p.verdict is Verdict.NOT_AT_PARITY for p in u.parity)
 
 
 def newest(state: GroupState) -> dict[str, Parity]:

@@ -130,7 +130,7 @@ def finish(tx: Tx, e: FinishUpdate) -> None:
     begins. Every rank gets the outcome."""
     u, failure = _own(tx, e.generation, e.update_id, e.epoch)
     if failure is None and e.parity:
-        failure = parity.record(tx, e.parity)
+        failure = _rank_refusal(tx, e) or parity.record(tx, e.parity)
         u = tx.find(e.update_id)
     waits = u is not None and (u.phase is Phase.ABORTING or (u.phase is Phase.COMMITTED and not u.closed))
     if u is not None and waits and (failure is None or failure is u.failure):
@@ -159,10 +159,8 @@ def finish(tx: Tx, e: FinishUpdate) -> None:
 
 
 def _finish_refusal(tx: Tx, u: Update, e: FinishUpdate) -> Failure | None:
-    t = tx.state.trainer
-    assert t is not None
-    if not 0 <= e.rank < t.world_size:
-        return Failure(Reason.INVALID_ARGUMENT, f"rank: expected 0..{t.world_size - 1}, found {e.rank}")
+    if (failure := _rank_refusal(tx, e)) is not None:
+        return failure
     missing = [c for c in u.channels if not progress.covered(u, c)]
     if u.phase is Phase.PREPARING or missing:
         message = (
@@ -175,6 +173,14 @@ def _finish_refusal(tx: Tx, u: Update, e: FinishUpdate) -> Failure | None:
             Reason.DIGESTS_REQUIRED, f"rank {e.rank} has not put the digests of plans {need}", f"rank/{e.rank}"
         )
     return None
+
+
+def _rank_refusal(tx: Tx, e: FinishUpdate) -> Failure | None:
+    t = tx.state.trainer
+    assert t is not None
+    if 0 <= e.rank < t.world_size:
+        return None
+    return Failure(Reason.INVALID_ARGUMENT, f"rank: expected 0..{t.world_size - 1}, found {e.rank}")
 
 
 def abort(tx: Tx, e: AbortUpdate) -> None:

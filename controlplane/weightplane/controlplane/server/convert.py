@@ -25,6 +25,7 @@ from weightplane.controlplane.core.model import (
     Replica,
     Retained,
     Timings,
+    Verdict,
     Worker,
 )
 from weightplane.controlplane.core.reasons import Failure
@@ -366,8 +367,14 @@ def parity(said: Sequence[update_pb2.ParityResult]) -> tuple[Parity, ...]:
         where = f"parity[{i}]"
         figures = {n: getattr(m, n) for n in ("mean_abs", "p99_abs", "max_abs", "kl", "ess", "clip_fraction")}
         for name, value in figures.items():
-            if not (value >= 0 or math.isnan(value)):
-                invalid(f"{where}.{name}", "0 or more, or NaN", value)
+            most = 1.0 if name in ("ess", "clip_fraction") else math.inf
+            if not (0 <= value <= most or math.isnan(value)):
+                invalid(f"{where}.{name}", "0 to 1, or NaN" if most == 1 else "0 or more, or NaN", value)
+        if VERDICT.core(f"{where}.verdict", m.verdict) is Verdict.AT_PARITY and (
+            not m.tokens or math.isnan(m.mean_abs)
+        ):
+            found = f"{m.tokens} tokens, mean_abs {m.mean_abs:g}"
+            invalid(f"{where}.verdict", "NOT_MEASURED where nothing was compared", f"AT_PARITY of {found}")
         out.append(
             Parity(
                 replica_id=fields.name(f"{where}.replica_id", m.replica_id),

@@ -1,0 +1,63 @@
+"""What an engine says of itself is told only where the coordinator would take it: else its session would end."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from weightplane.controlplane.core.model import CachePolicy, Condition, Declaration, PauseMode
+from weightplane.controlplane.server import convert
+from weightplane.inference_agent import codec
+from weightplane.inference_agent.auditing import Auditor
+from weightplane.v1 import agent_pb2
+
+DECLARED = Declaration({}, CachePolicy.CLEAR, PauseMode.KEEP)
+
+
+def told(*found: Condition) -> tuple[Condition, ...]:
+    """What goes out of what an engine found, as the coordinator reads it."""
+
+    class Engine:
+        def conditions(self, declared: Declaration) -> tuple[Condition, ...]:
+            return found
+
+    said: queue.SimpleQueue[Sequence[Condition]] = queue.SimpleQueue()
+    Auditor(cast(Any, Engine()), said.put).judge(DECLARED)
+    message = codec.conditions_message(said.get(timeout=10))
+    assert message.ByteSize() < 60 << 10
+    return convert.conditions(agent_pb2.Hello(agent_id="r0", incarnation="i"), message).conditions
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        [Condition("A", "True", "x", ""), Condition("A", "False", "x", "")],
+        [Condition("A", "Maybe", "x", "")],
+        [Condition("A", "true", "x", "")],
+        [Condition("", "True", "x", "")],
+        [Condition("A" * 65, "True", "x", "")],
+        [Condition("é" * 40, "True", "x", "")],
+        [Condition("A", "True", "r" * 65, "")],
+        [Condition("A\n", "True", "x", "")],
+        [Condition("A", "True", "x\x1b", "")],
+        [Condition("A", "True", "x", "", "--flag\n")],
+        [Condition("\ud800", "True", "x", "")],
+        [Condition(f"C{i}", "True", "x", "") for i in range(41)],
+    ],
+)
+def test_conditions_that_would_be_refused_are_not_told_but_that_they_could_not_be_judged(
+    strange: list[Condition],
+) -> None:
+    [audit] = told(*strange)
+    assert (audit.type, audit.status, audit.reason) == ("Audit", "Unknown", "Failed")
+    assert "ValueError: condition" in audit.message
+
+
+def test_the_longest_that_may_be_told_fit_in_a_message() -> None:
+    whole = [Condition(f"{i:064}", "False", "r" * 64, "m" * 10_000, "s" * 10_000) for i in range(40)]
+    assert len(told(*whole)) == 40
+    [one] = told(Condition("A", "False", "x", "not \ud800 text\x1b"))
+    assert one.message.startswith("not ? text")
