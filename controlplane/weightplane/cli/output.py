@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, TextIO
@@ -12,7 +13,9 @@ import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from weightplane.v1 import common_pb2, update_pb2
 
@@ -38,8 +41,22 @@ def _width(stream: TextIO) -> int | None:
     return None if stream.isatty() or "COLUMNS" in os.environ else 160
 
 
-console = Console(highlight=False, width=_width(sys.stdout))
-err = Console(stderr=True, highlight=False, width=_width(sys.stderr))
+#: All but tab and new line: a terminal obeys them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _shown(text: str) -> str:
+    """Text of whoever it is: a replica's explanation may have colours and orders to the terminal in it."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class _Console(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(_shown(o) if isinstance(o, str) else o for o in objects), **options)
+
+
+console = _Console(highlight=False, width=_width(sys.stdout))
+err = _Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
 
 def message_dict(message: Message) -> dict[str, Any]:
@@ -68,11 +85,11 @@ def complain(text: str, reason: str, code: Exit, as_json: bool, todo: str) -> No
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Print a table; cells that start with a digit are not aligned specially, so that columns stay readable."""
-    grid = Table(title=title, title_justify="left", header_style="bold")
+    grid = Table(title=escape(_shown(title)), title_justify="left", header_style="bold")
     for column in columns:
         grid.add_column(column, overflow="fold")
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*(Text(_shown(cell)) for cell in row))
     console.print(grid)
 
 
