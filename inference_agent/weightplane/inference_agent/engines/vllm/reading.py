@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -50,7 +51,10 @@ def read_server(url: str, *, timeout: float = 30.0) -> EngineSettings:
             f"{base}/server_info has no vllm_config as JSON: this release is too old to be read", True
         )
     environment = info.get("vllm_env")
-    found = read_config(config, environment if isinstance(environment, dict) else None)
+    try:
+        found = read_config(config, environment if isinstance(environment, dict) else None)
+    except (TypeError, ValueError, AttributeError) as e:
+        raise EngineUnreadable(f"{base}/server_info: no settings of a vLLM: {type(e).__name__}: {e}", True) from e
     version = _get(base, "/version", timeout).get("version")
     try:
         label = _get(base, "/weight_info", timeout).get("weight_version")
@@ -107,8 +111,9 @@ def _get(base: str, path: str, timeout: float) -> dict[str, Any]:
     except urllib.error.HTTPError as e:
         hint = ". Start vLLM with VLLM_SERVER_DEV_MODE=1" if e.code == 404 else ""
         raise EngineUnreadable(f"GET {base}{path}: HTTP {e.code}{hint}", True) from e
-    except (OSError, ValueError) as e:
-        raise EngineUnreadable(f"GET {base}{path}: {type(e).__name__}: {e}", isinstance(e, json.JSONDecodeError)) from e
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as e:
+        answered = isinstance(e, json.JSONDecodeError | UnicodeDecodeError | RecursionError)
+        raise EngineUnreadable(f"GET {base}{path}: {type(e).__name__}: {e}", answered) from e
     if not isinstance(found, dict):
         raise EngineUnreadable(f"GET {base}{path}: expected a JSON object", True)
     return found
@@ -174,9 +179,9 @@ def _defaults(config: Any) -> dict[str, float] | None:
 def _checkpoint(folder: str, name: str) -> dict[str, Any] | None:
     """A JSON file of a checkpoint; empty where the checkpoint has none; ``None`` where it cannot be read here."""
     path = Path(folder)
-    if not path.is_dir():
-        return None
     try:
+        if not path.is_dir():
+            return None
         found = json.loads((path / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}

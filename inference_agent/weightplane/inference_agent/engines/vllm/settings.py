@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -106,19 +107,24 @@ def declared_from(pairs: Iterable[str]) -> Declared:
     return Declared(**found)
 
 
+def _number(value: Any) -> bool:
+    """Whether it is a number that can be equal to another, or none."""
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+
+
 def _value(name: str, text: str) -> Any:
     default = getattr(Declared(), name)
     if name == "sampling_defaults":
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
-        if not isinstance(value, dict):
-            raise ValueError(f'{name}: expected a JSON object such as {{"temperature": 0.7}}, found {text!r}')
+        if not isinstance(value, dict) or not all(_number(v) for v in value.values()):
+            raise ValueError(f'{name}: expected a JSON object such as {{"temperature": 0.7}}, found {text!r:.200}')
         return value
     if name == "weight_version":
-        if not text.isdecimal():
-            raise ValueError(f"{name}: expected a version, 0 or more, found {text!r}")
+        if not text.isdecimal() or len(text) > 19:
+            raise ValueError(f"{name}: expected a version, 0 or more, found {text!r:.200}")
         return int(text)
     if default is None or isinstance(default, bool):
         flags = {"true": True, "false": False, "none": None}
