@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -105,6 +106,7 @@ class VllmServer:
                 stderr=subprocess.STDOUT,
                 process_group=0,  # no session: see the class
             )
+        atexit.register(self.kill)  # a fixture that fails half-way leaves those beside it to nobody
         return self
 
     def wait_healthy(self) -> VllmServer:
@@ -117,7 +119,9 @@ class VllmServer:
                         return self
             except OSError:
                 pass
-            assert time.monotonic() < end, f"vLLM did not start: {self.log.read_text()[-4000:]}"
+            if time.monotonic() >= end:
+                self.kill()
+                raise AssertionError(f"vLLM did not start: {self.log.read_text()[-4000:]}")
             time.sleep(0.2)
 
     def start(self) -> VllmServer:
