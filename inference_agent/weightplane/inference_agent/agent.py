@@ -254,6 +254,8 @@ class InferenceAgent:
         log.info("replica %s begins life %s (%s)", self.replica_id, incarnation, engine.name)
 
     def _end_life(self, reason: str) -> None:
+        if self._auditor is not None:
+            self._auditor.stop()
         if self._helper is not None:
             self._helper.stop()
             self._helper = None

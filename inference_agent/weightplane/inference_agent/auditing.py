@@ -1,5 +1,5 @@
 """How an engine's settings compare with what its group declares: judged as its replica joins, and when that changes;
-where a version of the weights is declared, also when the engine holds another."""
+where a version of the weights is declared, also when the engine holds another; again, after a while, if it could not be."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = ["Auditor"]
 
 log = logging.getLogger("weightplane.inference_agent")
 
+_AGAIN_S, _SELDOM_S = 2.0, 300.0  # an engine that could not be asked: may be starting, or may never tell
 _MOST = 40  # whose longest texts are within the 64 KiB of a session's message
 
 
@@ -25,9 +26,15 @@ class Auditor:
 
     def __init__(self, engine: Engine, tell: Callable[[Sequence[Condition]], None]) -> None:
         self._engine, self._tell = engine, tell
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._wanted: Declaration | None = None
         self._held: frozenset[int] = frozenset()
+
+    def stop(self) -> None:
+        """The life is over: nothing is judged again. Does not wait."""
+        with self._changed:
+            self._wanted = None
+            self._changed.notify_all()
 
     def judge(self, declared: Declaration) -> None:
         """Begin, unless it is what was judged last. Returns at once."""
@@ -42,22 +49,37 @@ class Auditor:
             self._begin(replace(self._wanted))  # another object: what is being judged now is no longer wanted
 
     def _begin(self, declared: Declaration) -> None:
-        self._wanted = declared
+        with self._changed:
+            self._wanted = declared
+            self._changed.notify_all()
         detached("weightplane-audit", lambda: self._judge(declared))
 
     def _judge(self, declared: Declaration) -> None:
+        told: Sequence[Condition] = ()
+        wait = _AGAIN_S
+        while True:
+            found = self._found(declared, again=bool(told))
+            judged = all(c.status != "Unknown" for c in found if c.type == "Audit")
+            with self._changed:
+                if declared is not self._wanted:  # one that was asked for later tells, or has told
+                    return
+                if found and found != told:
+                    self._tell(found)
+                if judged or self._changed.wait_for(lambda: declared is not self._wanted, wait):
+                    return
+            told, wait = found, min(2 * wait, _SELDOM_S)
+
+    def _found(self, declared: Declaration, again: bool) -> Sequence[Condition]:
         try:
             found = self._engine.conditions(declared)
             _told(found)
         except Exception as e:
-            log.exception("the engine's settings could not be judged")
+            log.log(logging.DEBUG if again else logging.ERROR, "the engine's settings could not be judged", exc_info=e)
             found = (Condition("Audit", "Unknown", "Failed", f"{type(e).__name__}: {e}"),)
         for c in found:
             if c.status == "False":
                 log.warning("%s: %s; set: %s", c.type, c.message, c.setting)
-        with self._lock:
-            if found and declared is self._wanted:  # else one that was asked for later tells, or has told
-                self._tell(found)
+        return found
 
 
 def _told(found: Sequence[Condition]) -> None:
