@@ -1,5 +1,5 @@
 """How an engine's settings compare with what its group declares: judged as its replica joins, and when that changes;
-where a version of the weights is declared, also when the engine holds another; again, after a while, if it could not be."""
+where a version of the weights is declared, also when the engine holds another; again, later, if it could not be."""
 
 from __future__ import annotations
 
