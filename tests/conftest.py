@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (chosen if alone is (part == "alone") else others).append(item)
         config.hook.pytest_deselected(items=others)
         items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """What a test of bad input logged may be no UTF-8: under xdist it would end the whole run, not the test."""
+    return sendable((yield))
+
+
+def sendable(value: Any) -> Any:
+    """With lone surrogates written as escapes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {sendable(k): sendable(v) for k, v in value.items()}
+    return type(value)(map(sendable, value)) if isinstance(value, list | tuple) else value
 
 
 def skip(items: list[pytest.Item], marker: str, reason: str) -> None:

@@ -59,11 +59,12 @@ def test_conditions_that_would_be_refused_are_not_told_but_that_they_could_not_b
     assert "ValueError: condition" in audit.message
 
 
-def test_the_longest_that_may_be_told_fit_in_a_message() -> None:
+def test_the_longest_that_may_be_told_fit_in_a_message(caplog: pytest.LogCaptureFixture) -> None:
     whole = [Condition(f"{i:064}", "False", "r" * 64, "m" * 10_000, "s" * 10_000) for i in range(40)]
     assert len(told(*whole)) == 40
     [one] = told(Condition("A", "False", "x", "not \ud800 text\x1b"))
     assert one.message.startswith("not ? text")
+    assert "not ? text" in caplog.text and len(caplog.text.encode()) < 41 * 1500, "what is logged is what is told"
 
 
 def test_an_engine_that_could_not_be_asked_is_asked_again_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from weightplane.controlplane.core.model import Condition, Declaration
 
+from .codec import short
 from .engines.base import Engine
 from .threads import detached
 
@@ -78,7 +79,7 @@ class Auditor:
             found = (Condition("Audit", "Unknown", "Failed", f"{type(e).__name__}: {e}"),)
         for c in found:
             if c.status == "False":
-                log.warning("%s: %s; set: %s", c.type, c.message, c.setting)
+                log.warning("%s: %s; set: %s", c.type, short(c.message, 1024), short(c.setting, 256))
         return found
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "placement_pages",
     "plan",
     "report_message",
+    "short",
 ]
 
 _PAGE_PIECES = 20_000
@@ -77,7 +78,8 @@ def _held(h: Held) -> common_pb2.HeldVersion:
     return common_pb2.HeldVersion(version=h.version, update_id=h.update_id)
 
 
-def _short(text: str, limit: int) -> str:
+def short(text: str, limit: int) -> str:
+    """Text that can be sent and logged: UTF-8, at most ``limit`` bytes of it."""
     raw = text.encode("utf-8", "replace")
     return raw.decode() if len(raw) <= limit else raw[: limit - 3].decode("utf-8", "ignore") + "..."
 
@@ -86,10 +88,10 @@ def failure_message(f: Failure) -> common_pb2.Failure:
     """A failure, bounded as the contract asks."""
     return common_pb2.Failure(
         reason=number(f.reason),
-        message=_short(f.message, _MESSAGE_BYTES),
+        message=short(f.message, _MESSAGE_BYTES),
         member=f.member,
         phase=f.phase,
-        tensors=[_short(t, 1024) for t in f.tensors[:5]],
+        tensors=[short(t, 1024) for t in f.tensors[:5]],
         tensor_count=f.tensor_count or len(f.tensors),
     )
 
@@ -143,8 +145,8 @@ def conditions_message(conditions: Sequence[Condition]) -> agent_pb2.EngineCondi
                 type=c.type,
                 status=common_pb2.ConditionStatus.Value(f"CONDITION_STATUS_{c.status.upper()}"),
                 reason=c.reason,
-                message=_short(c.message, 1024),
-                setting=_short(c.setting, 256),
+                message=short(c.message, 1024),
+                setting=short(c.setting, 256),
             )
             for c in conditions
         ]
