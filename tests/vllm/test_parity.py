@@ -265,7 +265,8 @@ def test_without_the_version_before_nothing_is_guessed(engine: ParityEngine) -> 
     alone = replace(evidence(engine), variants=Variants(engine.scorers[engine.held], engine.version))
     found, more = diagnose(samples, alone)
     healed(engine)
-    assert (found.kind, found.cause) == ("semantic", "unknown")
+    assert (found.kind, found.cause) == ("inference-path", "unknown"), "wrong at temperature 1 too: not by serving"
+    assert "cache is likely stale" in found.text
     assert more["rescored"].mean_abs <= BOUNDS.mean_abs, "asked again without its cache it is right"
     samples, _, _ = played(engine, "q_proj", rng)
     alone = replace(evidence(engine), variants=Variants(engine.scorers[engine.held], engine.version))
