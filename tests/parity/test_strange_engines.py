@@ -3,6 +3,7 @@ words, with the documented exit, and is accused of nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from weightplane.cli.main import app
+from weightplane.inference_agent.engines.vllm import rollouts
 from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts
 from weightplane.inference_agent.engines.vllm.spans import version_of_label
 from weightplane.parity.loop import LoopCheck
@@ -201,6 +203,15 @@ def test_an_engine_that_stops_in_the_middle_is_waited_for_until_the_deadline_and
     assert "no whole answer within 1 s" in one.reason and time.monotonic() - began < 10
     with pytest.raises(ProbeError, match="no whole answer within 1 s"):
         rescored(engine.url, [Sample((1, 2), (3,), (-1.0,), Sampling())], timeout=1.0)
+
+
+def test_a_read_that_times_out_by_itself_is_said_as_the_deadline_is(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.halt = "hangs"
+    monkeypatch.setattr(rollouts, "_within", lambda *_: contextlib.nullcontext(threading.Event()))
+    with pytest.raises(ProbeError, match="no whole answer within 0.2 s"):
+        rescored(engine.url, [Sample((1, 2), (3,), (-1.0,), Sampling())], timeout=0.2)
 
 
 def test_a_stream_of_garbage_is_an_error_of_the_engine(engine: Engine) -> None:

@@ -157,7 +157,8 @@ class Rollouts:
             try:
                 answer = json.loads(self._answer(connection, method, path, body).read())
             except (OSError, ValueError, RecursionError, http.client.HTTPException, RolloutError) as e:
-                if late.is_set():
+                # A read that takes as long by itself may be noticed a moment before.
+                if late.is_set() or isinstance(e, TimeoutError) or isinstance(e.__cause__, TimeoutError):
                     why = f"no whole answer within {self.timeout:g} s"
                     raise RolloutError(f"{method} {self.url}{path}: {why}") from e
                 if isinstance(e, RolloutError):
