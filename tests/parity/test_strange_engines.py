@@ -210,7 +210,7 @@ def test_a_read_that_times_out_by_itself_is_said_as_the_deadline_is(
 ) -> None:
     engine.halt = "hangs"
     monkeypatch.setattr(rollouts, "_within", lambda *_: contextlib.nullcontext(threading.Event()))
-    with pytest.raises(ProbeError, match="no whole answer within 0.2 s"):
+    with pytest.raises(ProbeError, match=r"no whole answer within 0\.2 s"):
         rescored(engine.url, [Sample((1, 2), (3,), (-1.0,), Sampling())], timeout=0.2)
 
 
