@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections import Counter
@@ -368,14 +369,18 @@ def test_a_plan_whose_content_was_changed_is_refused() -> None:
 
 def cpu_seconds_of_full_copy(count: int) -> tuple[float, float]:
     """CPU time to plan ``count`` tensors from one trainer to 8 replicas, whose placements are 8 separate objects; and
-    to make those objects, which tells this machine's pace."""
+    to make those objects, which tells this machine's pace. How often garbage is collected meanwhile is the process's
+    own history, so it is not."""
     manifest = Manifest.of(TensorMeta(f"layers.{i}.weight", "bfloat16", (1024, 1024)) for i in range(count))
     pieces = full_placement("t", manifest).pieces
+    gc.collect()
+    gc.disable()
     start = time.process_time()
     receivers = [Placement(f"r{k}", tuple(Piece(p.tensor, p.box) for p in pieces)) for k in range(8)]
     made = time.process_time()
     plan = make_plan(manifest, [Placement("t", pieces)], receivers, 64 << 20)
     done = time.process_time()
+    gc.enable()
     assert len(plan.regions) == count
     return done - made, made - start
 
@@ -383,7 +388,7 @@ def cpu_seconds_of_full_copy(count: int) -> tuple[float, float]:
 @pytest.mark.alone
 def test_a_hundred_thousand_tensors_are_planned_in_seconds_and_linearly() -> None:
     (small, _), (large, pace) = cpu_seconds_of_full_copy(25_000), cpu_seconds_of_full_copy(100_000)
-    assert large < 3 * pace, "some 2 s, where 800,000 pieces are made in one"
+    assert large < 7 * pace, "some 1.4 s, where 800,000 pieces are made in 0.3"
     assert large < 10 * small, "4 times the tensors"
 
 
