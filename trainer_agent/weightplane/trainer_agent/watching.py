@@ -1,12 +1,13 @@
 """A rank's ear and its lease: a stream on which the coordinator tells what becomes of updates, read by its own thread.
 
 Two ways. With the **helper**: a control Session, and a helper process whose heartbeats hold the lease even while this
-process holds the GIL. With the **stream** alone (no process may be spawned): a WatchUpdate stream that holds the lease
-as long as it lives. Either way the thread only hands on what it hears; it is never held up by a transfer.
+process holds the GIL; until it beats, this process does. With the **stream** alone (no process may be spawned): a
+WatchUpdate stream that holds the lease as long as it lives. Either way the thread only hands on what it hears; it is never held up by a transfer.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import random
@@ -66,6 +67,7 @@ class Watch:
         self._listener = listener
         self._closed = threading.Event()
         self._call: Any = None
+        self._beat_s = 0.2  # until the coordinator says how often
         self._outbox: queue.Queue[agent_pb2.SessionRequest | None] = queue.Queue()
         self._helper = self._start_helper() if helper else None
         self.latest = Notice()
@@ -161,13 +163,23 @@ class Watch:
         yield agent_pb2.SessionRequest(hello=hello)
         if self._says is not None:
             yield agent_pb2.SessionRequest(trainer=self._says())
-        while (message := outbox.get()) is not None:
+        for n in itertools.count(1):
+            try:
+                message = outbox.get(timeout=self._beat_s if self._helper is not None and self._helper.silent else None)
+            except queue.Empty:  # a process takes seconds to start on a busy machine, more than a lease may have
+                running = agent_pb2.PROCESS_STATE_RUNNING
+                yield agent_pb2.SessionRequest(heartbeat=agent_pb2.Heartbeat(sequence=n, process=running))
+                continue
+            if message is None:
+                return
             yield message
 
     def _take(self, message: Any) -> None:
         if isinstance(message, agent_pb2.SessionResponse):
-            if message.HasField("welcome") and self._welcomed is not None:
-                self._welcomed()
+            if message.HasField("welcome"):
+                self._beat_s = message.welcome.heartbeat_ms / 1000 or self._beat_s
+                if self._welcomed is not None:
+                    self._welcomed()
             if not message.HasField("trainer"):
                 return
             message = message.trainer
