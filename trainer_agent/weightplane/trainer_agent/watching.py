@@ -2,7 +2,8 @@
 
 Two ways. With the **helper**: a control Session, and a helper process whose heartbeats hold the lease even while this
 process holds the GIL; until it beats, this process does. With the **stream** alone (no process may be spawned): a
-WatchUpdate stream that holds the lease as long as it lives. Either way the thread only hands on what it hears; it is never held up by a transfer.
+WatchUpdate stream that holds the lease as long as it lives. Either way the thread only hands on what it hears; it is
+never held up by a transfer.
 """
 
 from __future__ import annotations
