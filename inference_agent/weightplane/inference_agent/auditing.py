@@ -65,6 +65,7 @@ class Auditor:
                 if declared is not self._wanted:  # one that was asked for later tells, or has told
                     return
                 if found and found != told:
+                    _log(found)
                     self._tell(found)
                 if judged or self._changed.wait_for(lambda: declared is not self._wanted, wait):
                     return
@@ -77,10 +78,13 @@ class Auditor:
         except Exception as e:
             log.log(logging.DEBUG if again else logging.ERROR, "the engine's settings could not be judged", exc_info=e)
             found = (Condition("Audit", "Unknown", "Failed", f"{type(e).__name__}: {e}"),)
-        for c in found:
-            if c.status == "False":
-                log.warning("%s: %s; set: %s", c.type, short(c.message, 1024), short(c.setting, 256))
         return found
+
+
+def _log(found: Sequence[Condition]) -> None:
+    for c in found:
+        if c.status == "False":
+            log.warning("%s: %s; set: %s", c.type, short(c.message, 1024), short(c.setting, 256))
 
 
 def _told(found: Sequence[Condition]) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-__all__ = ["WorkThread", "detached"]
+__all__ = ["WorkThread", "answer", "detached"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class WorkThread:
         """Queue ``work``; its future carries the result or what it raised."""
         future: Future[T] = Future()
 
-        self._queue.put(partial(_answer, future, work))
+        self._queue.put(partial(answer, future, work))
         return future
 
     def stop(self) -> None:
@@ -39,7 +39,8 @@ class WorkThread:
             del work  # while it waits for more, it holds nothing of what was done
 
 
-def _answer(future: Future[T], work: Callable[[], T]) -> None:
+def answer(future: Future[T], work: Callable[[], T]) -> None:
+    """Do ``work``; the future carries what it gave or raised."""
     try:
         result = work()
     except BaseException as e:

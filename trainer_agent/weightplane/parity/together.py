@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
-from weightplane.inference_agent.threads import detached
+from weightplane.inference_agent.threads import answer, detached
 
 __all__ = ["together"]
 
@@ -33,7 +34,7 @@ def together(work: Callable[[A], B], items: Sequence[A], most: int, name: str) -
             except queue.Empty:
                 return
             if future.set_running_or_notify_cancel():
-                _answer(future, work, item)
+                answer(future, partial(work, item))
 
     for n in range(min(most, len(items))):
         detached(f"{name}-{n}", run)
@@ -42,14 +43,3 @@ def together(work: Callable[[A], B], items: Sequence[A], most: int, name: str) -
     finally:
         for f in futures:
             f.cancel()
-
-
-def _answer(future: Future[B], work: Callable[[A], B], item: A) -> None:
-    try:
-        result = work(item)
-    except BaseException as e:
-        future.set_exception(e)
-    else:
-        future.set_result(result)
-    finally:
-        del future, item  # an error holds the frames that it passed, and is held by the future: it would hold itself
