@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tests.transports.host_card import HostCardIpc, card
@@ -50,11 +51,11 @@ def buckets(sizes: tuple[int, ...] = SIZES, each: int = 3) -> list[Bucket]:
 def tensors(device: str, sizes: tuple[int, ...] = SIZES) -> list[torch.Tensor]:
     """Every other one lies in one buffer (on the host: in storages of one allocation), the others by themselves."""
     if device == "cpu":
-        memory, ends = bytearray(sum(sizes)), list(accumulate(sizes))
+        memory, ends = np.zeros(sum(sizes), np.uint8), list(accumulate(sizes))
         parts = [
             torch.frombuffer(memory, dtype=torch.uint8, offset=e - n, count=n) for n, e in zip(sizes, ends, strict=True)
         ]
-        card().arenas = [(parts[0].data_ptr(), len(memory))]
+        card().arena(memory)
     else:
         parts = list(torch.split(torch.zeros(sum(sizes), dtype=torch.uint8, device=device), list(sizes)))
     return [p if i % 2 else torch.zeros_like(p) for i, p in enumerate(parts)]

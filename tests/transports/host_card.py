@@ -13,10 +13,12 @@ import os
 import queue
 import struct
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from weightplane.transports.base import Capabilities, Probe
@@ -57,7 +59,7 @@ class HostCard(Cuda):
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.serials: dict[int, int] = {}  # by base; 1 where nothing is said
-        self.arenas: list[tuple[int, int]] = []  # allocations (base, bytes) that several storages share
+        self._arenas: dict[int, int] = {}  # bytes by base
         self.unshareable = False
         self.writing: threading.Event | None = None  # the current stream: what it still writes, until it is set
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -100,9 +102,16 @@ class HostCard(Cuda):
 
     # --- memory
 
+    def arena(self, memory: np.ndarray[Any, Any]) -> None:
+        """An allocation that several storages share, as long as it lives: its addresses are others' afterwards."""
+        base = memory.ctypes.data
+        self._arenas[base] = memory.nbytes
+        weakref.finalize(memory, self._arenas.pop, base)
+
     def allocation(self, address: int, nbytes: int) -> Allocation:
         self.calls["allocation"] += 1
-        base, size = next(((b, n) for b, n in self.arenas if b <= address < b + n), (address, nbytes))
+        arenas = list(self._arenas.items())
+        base, size = next(((b, n) for b, n in arenas if b <= address < b + n), (address, nbytes))
         return Allocation(base, size, self.serial(base))
 
     def serial(self, address: int) -> int:
