@@ -242,6 +242,10 @@ class Pair:
         """The receiving side's own."""
         return self.channel._importer
 
+    def heard(self) -> bool:
+        """Whether every bucket that is not received is known to be ready."""
+        return len(self.channel._senders.known[MEMBER].declared.ready) == len(self.plan)  # type: ignore[attr-defined]
+
     def arm(self) -> None:
         self.updates += 1
         self.child.call("arm", f"u{self.updates}")

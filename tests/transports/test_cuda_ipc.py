@@ -87,7 +87,8 @@ def test_the_next_bucket_is_begun_before_it_is_asked_for(pair: Pair) -> None:
     pair.update(1)
     pair.child.call("fill", 2)
     pair.arm()
-    pair.child.call("send", False)  # all are ready
+    pair.child.call("send", False)
+    assert soon(pair.heard)
     pair.channel.ahead(pair.plan[1], pair.spans[1])
     pair.channel.receive(pair.plan[0], pair.spans[0])
     coming = [s.region for s in pair.plan[1].segments]
@@ -106,6 +107,7 @@ def test_what_was_begun_lands_no_more_once_the_update_is_over(pair: Pair, end: s
     pair.child.call("fill", 2)
     pair.arm()
     pair.child.call("send", False)
+    assert soon(pair.heard)
     pair.channel.ahead(pair.plan[1], pair.spans[1])
     pair.channel.receive(pair.plan[0], pair.spans[0])
     if end == "abort":

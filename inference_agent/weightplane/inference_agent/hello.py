@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from weightplane.controlplane.host import host_id
@@ -12,7 +13,7 @@ from weightplane.v1 import agent_pb2
 from weightplane.v1.transport_pb2 import Rendezvous
 
 from . import codec
-from .engines.base import Engine
+from .engines.base import Engine, WorkerDevice
 
 __all__ = ["enabled_transports", "hello_message", "worker_offers"]
 
@@ -80,7 +81,7 @@ def hello_message(
     for index, device in enumerate(engine.workers):
         member = f"{replica_id}/{index}"
         elsewhere = engine.offers(index, member, tuple(transports))
-        offers, why = worker_offers(member, device.kind, transports) if elsewhere is None else elsewhere
+        offers, why = worker_offers(member, device, transports) if elsewhere is None else elsewhere
         info = replica.workers.add(index=index, device_uuid=device.uuid, host_id=host_id(), offers=offers)
         for name, reason in sorted({**refused, **why}.items()):
             info.refusals.add(transport=name, reason=reason[:_MAX_REASON])
@@ -95,18 +96,32 @@ def hello_message(
 
 
 def worker_offers(
-    member: str, device_kind: str, transports: Mapping[str, Transport]
+    member: str, device: WorkerDevice, transports: Mapping[str, Transport]
 ) -> tuple[list[Rendezvous], dict[str, str]]:
     """What a worker that lives in this process offers, and why not of every transport."""
     offers: list[Rendezvous] = []
     why: dict[str, str] = {}
-    for name, transport in transports.items():
-        # One that moves host memory reaches a GPU through a pinned bucket (receipts.Sink).
-        if not {device_kind, "cpu"} & transport.capabilities.device_kinds:
-            why[name] = f"does not reach {device_kind} memory"
-            continue
-        try:
-            offers.append(transport.offer(member))
-        except Exception as e:
-            why[name] = f"its offer failed: {type(e).__name__}: {e}"
+    with _current(device):
+        for name, transport in transports.items():
+            # One that moves host memory reaches a GPU through a pinned bucket (receipts.Sink).
+            if not {device.kind, "cpu"} & transport.capabilities.device_kinds:
+                why[name] = f"does not reach {device.kind} memory"
+                continue
+            try:
+                offers.append(transport.offer(member))
+            except Exception as e:
+                why[name] = f"its offer failed: {type(e).__name__}: {e}"
     return offers, why
+
+
+@contextmanager
+def _current(device: WorkerDevice) -> Iterator[None]:
+    """The worker's GPU is this thread's: what is offered is the calling thread's (``Transport.offer``), else GPU 0."""
+    if device.kind != "cuda":
+        yield
+        return
+    import torch  # whose weights lie on a GPU has it
+
+    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    with torch.cuda.device(seen.index(device.uuid) if device.uuid in seen else -1):  # -1: as it is
+        yield

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from weightplane.controlplane.core.model import Verify
-from weightplane.inference_agent.engines.base import EngineError
+from weightplane.inference_agent.engines.base import EngineError, WorkerDevice
 from weightplane.inference_agent.hello import enabled_transports, worker_offers
 from weightplane.transports import registry
 from weightplane.transports.base import ArmToken, TransportError
@@ -49,7 +49,8 @@ class WorkerReplica(Applying):
         self._transports, refused = enabled_transports(None)
         transports = self._transports
         usable = {n: t for n, t in transports.items() if n in known}
-        offers, failed = worker_offers(m["member"], self._device.type, usable)
+        mine = WorkerDevice(self._device.type)  # which one: this thread's (``_on_card``)
+        offers, failed = worker_offers(m["member"], mine, usable)
         why.update({n: r for n, r in refused.items() if n in known})
         return {"offers": [o.SerializeToString().hex() for o in offers], "why": {**why, **failed}}
 
