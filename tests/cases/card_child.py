@@ -224,7 +224,8 @@ class Replicas:
 
         def hook(hit: str, n: int) -> None:
             if hit == point and n == nth:
-                os.kill(os.getpid(), signal.Signals[f"SIG{action}"])
+                # This thread's: stopped by the process's own it could say some more before another thread stops it.
+                signal.pthread_kill(threading.get_ident(), signal.Signals[f"SIG{action}"])
 
         failpoints.set_hook(hook)
 
