@@ -1,6 +1,6 @@
 """The C++ trainer on real GPUs. ``make clients-cpp-portable`` makes the program that is carried to a host with them.
 
-Run on one H200, 2026-11-29: the four that need one card passed. Those on two cards were not run.
+Run on a pair of H200, 2026-11-29, 61e350a: all ten passed (NCCL 2.28.9).
 """
 
 from __future__ import annotations

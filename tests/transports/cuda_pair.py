@@ -244,7 +244,7 @@ class Pair:
 
     def heard(self) -> bool:
         """Whether every bucket that is not received is known to be ready."""
-        return len(self.channel._senders.known[MEMBER].declared.ready) == len(self.plan)  # type: ignore[attr-defined]
+        return len(self.channel._senders.known[MEMBER].declared.ready) == len(self.plan)
 
     def arm(self) -> None:
         self.updates += 1
