@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ _PASSED, _FAILED, _NOTHING = 0, 1, 5  # pytest's exit statuses
 def run(*words: str) -> int:
     """pytest, with what failed kept apart from what a person's own runs left in the cache."""
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE}", *words]
-    return subprocess.run(command, check=False).returncode
+    # Hundreds of processes import the same modules, and each run every test file: compiled once, not each time.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.run(command, check=False, env=env).returncode
 
 
 def failed() -> list[str]:
