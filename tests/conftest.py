@@ -12,18 +12,43 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+#: The files that take longest, a minute of processes and more: they begin first, so that at the end no process is left
+#: alone with one.
+LONGEST = (
+    "tests/cases/test_cards.py",
+    "tests/clients/test_conformance.py",
+    "tests/clients/test_cpp.py",
+    "tests/cases/test_cases.py",
+    "tests/clients/test_node.py",
+    "tests/transports/test_ucx.py",
+    "tests/transports/test_after_faults.py",
+    "tests/transports/test_conformance.py",
+    "tests/transports/test_grpc.py",
+    "tests/transports/test_shm.py",
+    "tests/transports/test_nccl_logic.py",
+    "tests/trainer_agent/test_publisher_failures.py",
+    "tests/trainer_agent/test_collective.py",
+    "tests/trainer_agent/test_spread.py",
+    "tests/trainer_agent/test_publisher_embedding.py",
+    "tests/transports/test_cuda_ipc_on_host.py",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-large", action="store_true", help="run the tests marked large (many GiB of memory)")
+    parser.addoption("--run-large", action="store_true", help="run the tests marked large (much memory or time)")
     parts = ("all", "shared", "alone")
     parser.addoption("--part", choices=parts, default="all", help="shared: what is not marked alone; alone: what is")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--run-large"):
-        skip(items, "large", "needs many GiB of memory: pass --run-large")
+        skip(items, "large", "needs much memory or time: pass --run-large")
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         skip(items, "gpu", "needs a CUDA device")
     part = config.getoption("--part")
+    if part == "shared":
+        rank = {name: i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
     if part != "all":
         chosen: list[pytest.Item] = []
         others: list[pytest.Item] = []

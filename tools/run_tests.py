@@ -43,7 +43,8 @@ def first_runs(jobs: int, words: Sequence[str]) -> list[int]:
     """The statuses of the parts. One may be empty (``tests/core``), not both."""
     if not jobs:
         return [run("--cache-clear", *words)]
-    shared = run("--cache-clear", "-n", str(jobs), "--dist", "loadfile", "--part", "shared", *words)
+    spread = ("-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder")  # in the order of tests/conftest.py
+    shared = run("--cache-clear", *spread, "--part", "shared", *words)
     if shared not in (_PASSED, _FAILED, _NOTHING):
         return [shared]  # interrupted, or pytest could not start: there is nothing to go on with
     print("== marked alone", flush=True)
