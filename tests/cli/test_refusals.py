@@ -31,6 +31,18 @@ def test_a_value_that_an_option_does_not_know_is_wrong_usage(site: Site, option:
     assert option in text and "expected one of" in text and "bogus" in text
 
 
+def test_a_version_that_no_replica_serves_is_no_success(site: Site, tmp_path: Path) -> None:
+    """Committed, and its one replica broke off as it applied it: named, with what to do; the next publish heals it."""
+    options = ("-a", site.address, "-g", "breaks", "--replica-id", "breaks")
+    broken = {"WEIGHTPLANE_FAILPOINTS": "replica.apply.inside=raise@1"}
+    site.launched.start("breaks", "inference-agent", *options, *engine_of(site.checkpoint), env=broken)
+    text = site.run("publish", str(site.checkpoint), "-g", "breaks", "--mode", "staged", code=5)
+    assert "is committed" in text and "breaks is DIRTY and serves nobody" in text and "next full publish" in text
+    assert "replica.apply.inside" in text
+    (said,) = site.json("publish", str(site.checkpoint), "-g", "breaks")["replicas"]
+    assert said["state"] == "READY" and said["failure"] == ""
+
+
 def test_a_transport_that_cannot_work_here_is_refused_with_its_reason(site: Site) -> None:
     not_here = {name: probe.reason for name, probe in registry.available().items() if not probe.ok}
     if not not_here:

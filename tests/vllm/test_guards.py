@@ -145,9 +145,9 @@ def update(mode: Mode = Mode.STAGED, cache: CachePolicy = CachePolicy.CLEAR) -> 
     return EngineUpdate("u", 3, 0, "", mode, cache, MANIFEST)
 
 
-@pytest.mark.parametrize("why", ["nobody paused it", "somebody resumed it by hand"])
+@pytest.mark.parametrize("why", ["nobody paused it", "its pauses do not last"])
 @pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
-def test_nothing_is_loaded_while_a_pass_may_run(mode: Mode, why: str) -> None:
+def test_nothing_is_loaded_while_a_pass_may_run(mode: Mode, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 4: vLLM does not check; a pass between start and finish kills its core."""
     driver = Pretended()
     with engine(driver) as e:
@@ -155,10 +155,24 @@ def test_nothing_is_loaded_while_a_pass_may_run(mode: Mode, why: str) -> None:
         if why != "nobody paused it":
             e.pause("update", PauseMode.KEEP)
             assert e.wait_paused("update", 5)
-            driver.paused = False
+            monkeypatch.setattr(driver, "is_paused", lambda timeout: False)
         with pytest.raises(EngineError, match="not paused"):
             e.apply("u") if mode is Mode.STAGED else e.writing("u")
         assert not {"apply", "stream"} & set(driver.calls)
+
+
+@pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
+def test_who_resumed_it_by_hand_costs_no_update(mode: Mode) -> None:
+    """It is paused again before a byte of the weights changes."""
+    driver = Pretended()
+    with engine(driver) as e:
+        e.begin(update(mode))
+        e.pause("update", PauseMode.KEEP)
+        assert e.wait_paused("update", 5)
+        driver.paused = False
+        e.apply("u") if mode is Mode.STAGED else e.writing("u")
+        load = driver.calls.index("apply" if mode is Mode.STAGED else "stream")
+        assert driver.paused and driver.calls[:load] == ["KEEP clear", "KEEP"]
 
 
 @pytest.mark.parametrize("policy", [CachePolicy.CLEAR, CachePolicy.KEEP, CachePolicy.SALT])

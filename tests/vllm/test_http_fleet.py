@@ -20,6 +20,7 @@ from tests.inference_agent.server import eventually
 from weightplane.trainer_agent import PublishError, UpdateFailed
 
 from .fleet import Fleet, tensors_of
+from .servers import AgentProcess
 
 Golden = dict[str, list[list[int]]]
 LONG, LONGER = 700, 1900
@@ -180,6 +181,40 @@ def test_in_place_a_killed_trainer_leaves_a_fence(pair: Fleet, folders: dict[str
         assert {r.state for r in pair.publish(folders[target], mode=mode).replicas} == {"READY"}
         assert all(pair.tokens(n) == golden[target] for n in pair.servers)
     assert pids == [s.process for s in pair.servers.values()]
+
+
+def test_who_lets_a_fenced_vllm_go_on_by_hand_frees_nothing(
+    pair: Fleet, folders: dict[str, Path], golden: Golden
+) -> None:
+    """``/resume`` by hand on DIRTY weights, or under an operator's pause: it stands still again, and heals at once."""
+    pair.publish(folders["A"])
+    for mode, target in (("in_place", "B"), ("staged", "A")):
+        with stuck(pair, folders["B"], "in_place") as trainer:
+            os.kill(trainer.pid, signal.SIGKILL)
+            aborted(pair)
+        for name, server in pair.servers.items():
+            eventually(lambda n=name: pair.weights(n) == ("DIRTY", 0), 5, f"{name} is DIRTY")  # type: ignore[misc]
+            server.post("/resume")
+            eventually(lambda s=server: s.get("/is_paused")["is_paused"] is True, 5, f"{name} is paused again")  # type: ignore[misc]
+            assert server.unanswered()
+            server.post("/resume")  # and no time for anybody to notice
+        assert {r.state for r in pair.publish(folders[target], mode=mode).replicas} == {"READY"}
+        assert all(pair.tokens(n) == golden[target] for n in pair.servers)
+
+
+def test_a_second_agent_of_a_vllm_is_refused_by_name(
+    pair: Fleet, folders: dict[str, Path], golden: Golden, tmp_path: Path
+) -> None:
+    """They would take its workers from each other for ever, and no publish would pass."""
+    before = pair.replica("a").incarnation
+    second = AgentProcess(pair.plane.address, pair.group, "thief", pair.servers["a"].url, tmp_path / "thief.log")
+    try:
+        assert second.process.wait(60) != 0
+    finally:
+        second.stop()
+    assert "another agent speaks for this vLLM already" in (tmp_path / "thief.log").read_text()
+    assert {r.replica_id: r.state for r in pair.publish(folders["B"]).replicas} == {"a": "READY", "b": "READY"}
+    assert pair.replica("a").incarnation == before and all(pair.tokens(n) == golden["B"] for n in pair.servers)
 
 
 def test_a_stopped_worker_stops_nobody_else(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:

@@ -68,7 +68,7 @@ class Recorded(Driver):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.drained = threading.Event()
-        self.fail = False
+        self.fail = self.runs = False
 
     def alive(self, timeout: float) -> bool:
         return True
@@ -80,6 +80,7 @@ class Recorded(Driver):
         if self.fail:
             raise DriverError("no")
         self.calls.append(f"{mode}{' clear' if clear_cache else ''}")
+        self.runs = False
         if mode is PauseMode.WAIT:
             self.drained.wait(10)
 
@@ -87,7 +88,7 @@ class Recorded(Driver):
         self.calls.append("resume")
 
     def is_paused(self, timeout: float) -> bool:
-        return True
+        return not self.runs
 
     def is_sleeping(self, timeout: float) -> bool:
         return False
@@ -186,6 +187,31 @@ def test_an_engine_that_started_anew_is_paused_again() -> None:
     assert desk.wait("operator", 5)
     desk.again()
     assert desk.wait("operator", 5) and driver.calls == ["KEEP", "KEEP"]
+
+
+def test_who_holds_holds_though_somebody_let_vllm_go_on_by_hand() -> None:
+    """Nobody holding, nothing is paused; a pause that stands is not begun anew; DIRTY weights are not waited for."""
+    driver = Recorded()
+    asleep = False
+    desk = PauseDesk(driver, lambda _: None, lambda: asleep)
+    driver.runs = True
+    assert not desk.restore(1)
+    desk.pause("update", PauseMode.KEEP, True)
+    assert desk.wait("update", 5) and not driver.runs
+    assert desk.restore(1) and driver.calls == ["KEEP clear"]
+    driver.runs = True
+    assert desk.restore(1)
+    assert driver.calls == ["KEEP clear", "KEEP"] and not driver.runs and not desk.cleared("update")
+    desk.pause("dirty", PauseMode.ABORT)
+    assert desk.restore(1)  # behind it
+    desk.resume("update")
+    driver.runs = True
+    asleep = True
+    desk.restore(1)
+    assert driver.runs, "asleep nothing runs"
+    asleep = False
+    assert desk.restore(1)
+    assert driver.calls[2:] == ["ABORT", "ABORT"] and desk.in_force()
 
 
 class Pretend:

@@ -170,8 +170,16 @@ def _follow(bars: Progress, address: str, group: str, over: threading.Event) -> 
 
 
 def _show(receipt: Any, as_json: bool) -> None:
+    """Ends with ``Exit.FAILED`` where no replica serves the version, committed or not."""
     replicas = [
-        {"replica_id": r.replica_id, "state": r.state, "version": r.held, "mode": r.mode} for r in receipt.replicas
+        {
+            "replica_id": r.replica_id,
+            "state": r.state,
+            "version": r.held,
+            "mode": r.mode,
+            "failure": r.failure.message if r.failure else "",
+        }
+        for r in receipt.replicas
     ]
     if as_json:
         emit_json(
@@ -185,15 +193,30 @@ def _show(receipt: Any, as_json: bool) -> None:
                 "metrics": receipt.metrics(),
             }
         )
-        return
+    else:
+        _tell(receipt, replicas)
+    if not receipt.committed or all(r["state"] == "DIRTY" for r in replicas):
+        raise typer.Exit(Exit.FAILED)
+
+
+def _tell(receipt: Any, replicas: list[dict[str, Any]]) -> None:
     m = receipt.metrics()
-    console.print(
-        f"version {receipt.version} is committed: {human_bytes(m['bytes'])} in {seconds(m['wire_s'])} "
-        f"({m['gbps']:.2f} GB/s), pause {seconds(m['pause_s'])}, total {seconds(m['total_s'])}"
-    )
+    if receipt.committed:
+        console.print(
+            f"version {receipt.version} is committed: {human_bytes(m['bytes'])} in {seconds(m['wire_s'])} "
+            f"({m['gbps']:.2f} GB/s), pause {seconds(m['pause_s'])}, total {seconds(m['total_s'])}"
+        )
+    else:
+        why = receipt.failure.message if receipt.failure else "the update failed"
+        console.print(f"nothing was committed, replicas keep what they serve: {why}", markup=False, soft_wrap=True)
     rows = [[r["replica_id"], str(r["state"]).lower(), str(r["version"]), str(r["mode"]).lower()] for r in replicas]
     rows += [[rid, "absent", "-", why] for rid, why in receipt.absent.items()]
     table("replicas", ["replica", "weights", "version", "mode"], rows)
+    for r in replicas:
+        if r["state"] == "DIRTY":
+            why = r["failure"] or "an earlier update broke off there"
+            text = f"{r['replica_id']} is DIRTY and serves nobody: {why}; the next full publish brings it back"
+            err.print(text, markup=False, soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:

@@ -30,6 +30,8 @@ __all__ = ["InitInfo", "UpdateInfo", "WeightplaneTransferEngine"]
 
 log = logging.getLogger("weightplane.vllm")
 
+_LEAVES_S = 1.0  # that an agent which just ended has until its session is over here
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
@@ -95,12 +97,18 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         return self.model, self.model_config
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Attach to an agent; an earlier one is let go. Raises if it cannot be reached: the caller is told."""
+        """Attach to an agent; an earlier session of its own is let go. Raises if it cannot be reached, or if another
+        agent speaks for this worker and lives: the caller is told."""
         if not init_info.socket:
             raise ValueError("init_info.socket is needed: weightplane inference-agent --engine vllm sends it")
         if self._refusal:
             raise RuntimeError(self._refusal)
         if self._session is not None:
+            if self._session.path != init_info.socket and not self._session.ends_within(_LEAVES_S):
+                raise RuntimeError(
+                    f"weightplane: another agent speaks for this vLLM already (its socket is {self._session.path}): "
+                    "one vLLM is one replica; stop that agent first, or name another vLLM (--engine-option url=…)"
+                )
             self._session.stop()
         self.worker.limit_host(init_info.max_host_bytes or None)
         self.worker.declare_frozen(init_info.frozen_draft)

@@ -94,6 +94,15 @@ class WorkerSession:
             self._link.close()
 
     @property
+    def path(self) -> str:
+        """The agent's socket: another one, another agent."""
+        return self._path
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end: an agent that was killed is noticed by the kernel's word, at once."""
+        return self._ended.wait(seconds)
+
+    @property
     def over(self) -> bool:
         """Whether the agent is gone, or was let go."""
         return self._ended.is_set()

@@ -306,6 +306,11 @@ class VllmEngine(Attached):
             raise EngineError("vLLM's weights are asleep: an update would be lost; wake them up first (WakeReplica)")
         # vLLM calls an engine asleep that merely stands still: one that we hold paused cannot be told apart
         if not self._desk.holders and self._driver.is_sleeping(QUICK_S):
+            if self.sleep_levels and self._driver.is_paused(QUICK_S):  # its workers would have told of a sleep
+                raise EngineError(
+                    "vLLM stands still, paused by hand: an update would let it go on. POST /resume first; "
+                    "`weightplane pause` holds a replica through updates"
+                )
             raise EngineError("vLLM is asleep: an update would be lost; wake it up first (POST /wake_up)")
 
     def _open(self, update_id: str) -> EngineUpdate:
@@ -362,8 +367,12 @@ class VllmEngine(Attached):
         self._loads = tuple(self._each("applied", CALL_S, update_id=update_id))
 
     def _check_paused(self) -> None:
-        if not self._desk.in_force() or not self._driver.is_paused(QUICK_S):
-            raise EngineError("vLLM is not paused: weights change while no forward pass can run only")
+        """Whoever resumed vLLM by hand meanwhile costs no update: it is paused again."""
+        if not self._desk.restore(QUICK_S):
+            raise EngineError(
+                "vLLM is not paused, though it was told to: weights change while no forward pass can run only. "
+                "Does somebody resume it (POST /resume)? The next publish pauses it again"
+            )
 
     def apply(self, update_id: str) -> None:
         """See ``Engine``. One call to vLLM; how it went is asked of every worker."""

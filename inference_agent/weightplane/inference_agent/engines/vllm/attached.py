@@ -67,10 +67,11 @@ class Attached(Engine):
         said = False
         while not self._driver.alive(QUICK_S):
             if not said:
-                log.info("waiting for vLLM (%s), up to %.0f s", self._driver.name, timeout)
+                log.info("waiting for vLLM (%s), up to %.0f s: %s", self._driver.name, timeout, self._driver.trouble)
                 said = True
             if time.monotonic() >= end:
-                raise EngineError(f"vLLM ({self._driver.name}) does not answer after {timeout:.0f} s")
+                why = self._driver.trouble or "it gives no reason"
+                raise EngineError(f"vLLM ({self._driver.name}) does not answer after {timeout:.0f} s: {why}")
             if self._closed.wait(_LOOK_S):
                 raise EngineError("closed while waiting for vLLM")
         self._attach()
@@ -154,6 +155,7 @@ class Attached(Engine):
         said = ""
         while not self._closed.wait(_LOOK_S):
             if all(not k.lost for k in self._attached):
+                self._keep_held()
                 continue
             try:
                 if self._driver.alive(QUICK_S):
@@ -163,6 +165,16 @@ class Attached(Engine):
                 if str(e) != said:
                     log.warning("vLLM cannot be attached again yet: %s", e)
                     said = str(e)
+
+    def _keep_held(self) -> None:
+        """What is held between updates stands still, whoever resumes vLLM by hand. (An update looks for itself.)"""
+        holders = self._desk.holders
+        if not holders & {"dirty", "operator"} or holders & {"update", "sleep"}:
+            return
+        try:
+            self._desk.restore(QUICK_S)
+        except Exception as e:
+            log.warning("cannot see to it that vLLM stands still for %s: %s", sorted(holders), e)
 
     def _hellos(self) -> list[Hello]:
         return [k.hello for k in self._attached]

@@ -36,6 +36,8 @@ class Driver(ABC):
 
     #: For people: how it is reached.
     name: str = "driver"
+    #: Why it was not ``alive`` when it was asked last.
+    trouble: str = ""
     #: A pause that clears the cache has done so when it returns (but one that drains): nothing is cached after it.
     clears_as_it_pauses = False
 

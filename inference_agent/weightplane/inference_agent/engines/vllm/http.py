@@ -54,7 +54,8 @@ class HttpDriver(Driver):
         """See ``Driver``."""
         try:
             self._all("GET", "/health", timeout)
-        except DriverError:
+        except DriverError as e:
+            self.trouble = str(e)
             return False
         return True
 
@@ -65,7 +66,7 @@ class HttpDriver(Driver):
                 lambda i: self._call(i, "POST", "/init_weight_transfer_engine", timeout, {"init_info": dict(infos[i])})
             )
         except DriverError as e:
-            if "404" in str(e):
+            if "404" in str(e) or "not configured" in str(e):
                 raise DriverError(
                     f"{e}. Start vLLM with VLLM_SERVER_DEV_MODE=1 and "
                     f'--weight-transfer-config \'{{"backend": "weightplane"}}\''

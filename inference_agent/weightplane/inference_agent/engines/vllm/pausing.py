@@ -107,6 +107,28 @@ class PauseDesk:
                     return False
                 self._cond.wait(left)
 
+    def restore(self, timeout: float) -> bool:
+        """Whoever holds holds: pause vLLM again if somebody let it go on by hand. Whether it stands still, by its own
+        word; False if no hold is in force. Raises what vLLM answers.
+        """
+
+        def work() -> bool:
+            with self._cond:
+                holders = sorted(self._holds)
+                if not self._force or self._asleep():
+                    return bool(self._force)
+            if self._driver.is_paused(timeout):
+                return True
+            log.warning("vLLM was let go on (/resume by hand?) while %s holds it: paused again", ", ".join(holders))
+            have = self._driver.pause_modes
+            abort = "dirty" in holders and PauseMode.ABORT in have  # nobody waits for what those weights would say
+            self._driver.pause(PauseMode.ABORT if abort else PauseMode.KEEP, False, _CALL_S)
+            with self._cond:
+                self._cleared.clear()
+            return self._driver.is_paused(timeout)
+
+        return bool(self._calls.submit(work).result())
+
     def cleared(self, holder: str) -> bool:
         """Whether the cache is empty since its hold is in force."""
         with self._cond:
