@@ -30,6 +30,7 @@ from weightplane.inference_agent.threads import WorkThread
 from weightplane.inference_agent.vllm_plugin import wire
 from weightplane.inference_agent.vllm_plugin.session import WorkerSession
 from weightplane.inference_agent.vllm_plugin.sleeping import sleep_refusal
+from weightplane.transports import registry
 
 MANIFEST = Manifest.of([TensorMeta("a", "float32", (4, 8))])
 NEEDS_VLLM = pytest.mark.skipif(
@@ -173,6 +174,17 @@ def test_who_resumed_it_by_hand_costs_no_update(mode: Mode) -> None:
         e.apply("u") if mode is Mode.STAGED else e.writing("u")
         load = driver.calls.index("apply" if mode is Mode.STAGED else "stream")
         assert driver.paused and driver.calls[:load] == ["KEEP clear", "KEEP"]
+
+
+def test_a_vllm_that_is_gone_is_why_no_transport_reaches_it() -> None:
+    """Also why those do not that this host lacks: their absence is not what keeps the replica out."""
+    driver = Pretended()
+    with engine(driver) as e:
+        for k in e._attached:
+            k.close()
+        made = e.offers(0, "r/0", ("shm",))
+        assert made is not None and made[0] == [] and set(made[1]) == set(registry.names())
+        assert all("worker 0 is gone" in why and "Is vLLM up?" in why for why in made[1].values())
 
 
 @pytest.mark.parametrize("policy", [CachePolicy.CLEAR, CachePolicy.KEEP, CachePolicy.SALT])

@@ -29,6 +29,7 @@ from weightplane.controlplane.core.placement import Piece, Placement, full_box
 from weightplane.inference_agent.threads import detached
 from weightplane.inference_agent.transfer import Worker
 from weightplane.inference_agent.vllm_plugin.wire import manifest_json
+from weightplane.transports import registry
 from weightplane.v1.transport_pb2 import Rendezvous
 
 from ..base import (
@@ -184,11 +185,12 @@ class VllmEngine(Attached):
     def offers(
         self, worker: int, member: str, transports: Sequence[str]
     ) -> tuple[list[Rendezvous], dict[str, str]] | None:
-        """See ``Engine``: asked of the worker's process."""
+        """See ``Engine``: asked of the worker's process. Where that is gone, that is why of every transport."""
         try:
             said = self._attached[worker].call("offers", CALL_S, member=member, transports=list(transports))
         except EngineError as e:
-            return [], {n: str(e) for n in transports}
+            why = f"{e}. Is vLLM up? Once it is again the agent attaches by itself"
+            return [], dict.fromkeys(registry.names(), why)
         return [Rendezvous.FromString(bytes.fromhex(o)) for o in said["offers"]], dict(said["why"])
 
     def open_worker(self, worker: int, reception: Reception) -> Worker | None:
