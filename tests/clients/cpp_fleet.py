@@ -28,12 +28,18 @@ __all__ = ["Fleet", "digests_of", "weights"]
 class Fleet:
     """A control plane, and replicas whose live digests can be asked for."""
 
-    def __init__(self, launched: Launched, *plane: str, env: Mapping[str, str] | None = None) -> None:
-        """``plane``: more options of the control plane; ``env``: of every agent."""
+    def __init__(
+        self,
+        launched: Launched,
+        *plane: str,
+        env: Mapping[str, str] | None = None,
+        plane_env: Mapping[str, str] | None = None,
+    ) -> None:
+        """``plane``: more options of the control plane; ``env``: of every agent, ``plane_env`` of the control plane."""
         self.program = PROGRAM
         self.launched, self.env = launched, dict(env or {})
         words = ["--listen", "127.0.0.1:0", "--store", "memory:", "--beat", "0.2", "--ttl", "3", *plane]
-        started = launched.start("plane", "controlplane", *words)
+        started = launched.start("plane", "controlplane", *words, env=dict(plane_env or {}))
         self.address = str(started["address"])
         self.serving: dict[str, str] = {}
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_where_shared_memory_does_not_work_the_other_transport_is_taken(
     path, fleet = weights(tmp_path / "one.safetensors", 1.0), Fleet(launched)
     fleet.replica("a", path)
     monkeypatch.setenv("WEIGHTPLANE_SHM_DIR", str(tmp_path / "none"))
-    said = fleet.publish("--file", str(path), "--transport", "shm", code=5)
+    said = fleet.publish("--file", str(path), "--transport", "shm", code=4)
     assert said["reason"] == "TRANSPORT" and "WEIGHTPLANE_SHM_DIR" in said["message"]
     # As a container without the host's /dev/shm is told where it is.
     monkeypatch.setenv("WEIGHTPLANE_HOST_ID", host_id(Path("/dev/shm")))
@@ -143,6 +144,12 @@ def test_what_is_wrong_is_said_with_its_reason_and_exit_code(launched: Launched,
     (tmp_path / "odd").write_bytes(odd)
     (tmp_path / "void").write_bytes(struct.pack("<Q", 2) + b"{}")
     (tmp_path / "bare").write_bytes(struct.pack("<Q", 7) + b'{"w":1}')
+    end = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    for name, before, after in (("number", b'"F32"', b"5"), ("shape", b"[8, 8]", b"{}"), ("pair", b"[0, 256]", b"{}")):
+        header = path.read_bytes()[8:end]
+        assert before in header
+        header = header.replace(before, after, 1)
+        (tmp_path / name).write_bytes(struct.pack("<Q", len(header)) + header + path.read_bytes()[end:])
     os.mkfifo(tmp_path / "pipe")
     for args, code, reason, told in (
         (["--file", str(tmp_path / "cut")], 2, "INVALID_ARGUMENT", "cut: tensor"),
@@ -154,6 +161,12 @@ def test_what_is_wrong_is_said_with_its_reason_and_exit_code(launched: Launched,
         (["--file", str(tmp_path / "pipe")], 2, "INVALID_ARGUMENT", "is not a file"),
         (["--file", str(tmp_path / "void")], 2, "INVALID_ARGUMENT", "no tensor is in it"),
         (["--file", str(tmp_path / "bare")], 2, "INVALID_ARGUMENT", "its entry has no dtype"),
+        (["--file", str(tmp_path / "number")], 2, "INVALID_ARGUMENT", "': expected a dtype's name, found 5"),
+        (["--file", str(tmp_path / "shape")], 2, "INVALID_ARGUMENT", "': expected a list as its shape, found {}"),
+        (["--file", str(tmp_path / "pair")], 2, "INVALID_ARGUMENT", "': expected two numbers as its data_offsets"),
+        (["--file", str(path), "--address", "http://localhost:7450"], 2, "INVALID_ARGUMENT", "expected host:port"),
+        (["--file", str(path), "--address", "dns:///localhost:7450"], 2, "INVALID_ARGUMENT", "expected host:port"),
+        (["--file", str(path), "--address", "::1:7450"], 2, "INVALID_ARGUMENT", "in brackets: [::1]:7450"),
         ([], 2, "INVALID_ARGUMENT", "--group and --file are needed"),
         (["--bogus"], 2, "INVALID_ARGUMENT", "what is '--bogus'"),
         (["--file", str(path), "--step", "x"], 2, "INVALID_ARGUMENT", "--step: expected a whole number"),
@@ -217,7 +230,8 @@ def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishe
     try:
         eventually(lambda: fleet.sends(2), "it sends")
         held = fleet.publish("--file", str(two), code=4)
-        assert held["reason"] == "TRAINER_HELD"
+        assert held["reason"] == "TRAINER_HELD" and "--takeover" in held["message"], held
+        assert "InitTransfer" not in held["message"]
         os.kill(trainer.pid, number)
         out, told = trainer.communicate(timeout=30)
     finally:
@@ -252,3 +266,35 @@ def test_a_replica_that_dies_in_mid_update_ends_the_trainer_with_its_name(
     assert said["reason"] == "MEMBER_LOST" and said["member"] == "a", said
     assert fleet.publish("--file", str(one), "--transport", wire)["replicas"] == {"b": "READY"}
     assert not [p.name for p in segments.iterdir() if p.is_file()]
+
+
+@built
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("point", "code", "reason"),
+    [("server.decide.after_write", 6, "UNKNOWN_OUTCOME"), ("server.update.received", 3, "UNREACHABLE")],
+)
+def test_a_control_plane_that_dies_and_stays_away_is_told_as_it_is_and_soon(
+    launched: Launched, tmp_path: Path, point: str, code: int, reason: str
+) -> None:
+    """After the decision nobody knows; before FinishUpdate was called, nothing can have committed."""
+    path, store = tiny(tmp_path / "one.safetensors", 1.0), ["--store", f"sqlite:{tmp_path / 'store.db'}"]
+    fleet = Fleet(launched, *store, plane_env={"WEIGHTPLANE_FAILPOINTS": f"{point}=kill"})
+    fleet.replica("a", path)
+    began = time.monotonic()
+    done = subprocess.run(
+        fleet.command("--file", str(path), "--timeout", "4"), capture_output=True, text=True, timeout=60, check=False
+    )
+    took = time.monotonic() - began
+    assert done.returncode == code, done
+    said = json.loads(done.stdout)
+    assert said["reason"] == reason and said["update_id"], said
+    assert took < 4 + (10 if code == 6 else 2) + 2, took  # and the program's start
+    launched.start("again", "controlplane", *store, "--listen", fleet.address)
+    newest = fleet.newest()
+    assert newest is not None and newest.update_id == said["update_id"]
+    if code == 6:
+        assert newest.phase == update_pb2.UPDATE_PHASE_COMMITTED
+        assert said["committed"] is None and "weightplane updates" in said["message"], said
+    else:
+        assert newest.phase != update_pb2.UPDATE_PHASE_COMMITTED and said["committed"] is False

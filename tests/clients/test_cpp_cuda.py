@@ -178,10 +178,10 @@ def test_what_is_missing_is_said(site: Site, tmp_path: Path) -> None:
         ({"HOST_CARD_BYTES": "1000"}, [], ("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "the whole file")),
         ({"WEIGHTPLANE_SHM_DIR": str(tmp_path / "none")}, [], ("cannot listen in", "WEIGHTPLANE_SHM_DIR")),
     ):
-        said = site.publish(site.file, *more, code=5, **env)
+        said = site.publish(site.file, *more, code=4, **env)
         assert said["reason"] == "TRANSPORT" and all(t in said["message"] for t in told), said
     (driver := tmp_path / "driver").mkdir()  # and no NCCL beside it
     (driver / "libcuda.so.1").symlink_to(BUILT / "host_card" / "libcuda.so.1")
-    said = site.publish(site.file, wire="nccl", code=5, LD_LIBRARY_PATH=str(driver))
+    said = site.publish(site.file, wire="nccl", code=4, LD_LIBRARY_PATH=str(driver))
     assert said["reason"] == "TRANSPORT" and "libnccl.so.2" in said["message"] and "NCCL 2.18" in said["message"], said
     assert site.plane.state().trainer is None, "the group was never asked for"

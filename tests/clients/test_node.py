@@ -112,6 +112,7 @@ def test_what_is_wrong_is_said_in_a_line_with_the_commands_exit_codes(launched: 
         (["--file", str(tmp_path / "none")], 2, "ENOENT"),
         ([], 2, "--file is missing"),
         (["--file", str(path)], 4, "NOT_ENOUGH_REPLICAS"),
+        (["--file", str(path), "--timeout", "0"], 2, "--timeout: expected a whole number from 1"),
     ):
         done = node("publish", address, *args)
         assert done.returncode == code and told in done.stderr and "    at " not in done.stderr, (args, done.stderr)
@@ -199,6 +200,30 @@ def test_a_control_plane_that_is_killed_with_the_answer_on_its_way_is_asked_agai
     eventually(lambda: (tmp_path / "a").exists() and equal(path, tmp_path / "a"), "the replica has applied it")
 
 
+def test_a_committed_update_whose_answer_was_lost_for_good_is_unknown_and_named(
+    launched: Launched, tmp_path: Path
+) -> None:
+    path, store = tiny(tmp_path / "one.safetensors", 1.0), f"sqlite:{tmp_path / 'store.db'}"
+    words = ["controlplane", "--store", store, "--listen"]
+    killed = {"WEIGHTPLANE_FAILPOINTS": "server.decide.after_write=kill"}
+    address = str(launched.start("plane", *words, "127.0.0.1:0", env=killed)["address"])
+    replica(launched, address, "a", path, tmp_path)
+    with grpc.insecure_channel(address) as channel:
+        listed = fleet_pb2_grpc.FleetServiceStub(channel).ListGroups
+        eventually(lambda: listed(fleet_pb2.ListGroupsRequest(), timeout=10).groups, "the replica's group is there")
+    began = time.monotonic()
+    done = node("publish", address, "--file", str(path), "--timeout", "6")
+    took = time.monotonic() - began
+    assert done.returncode == 6 and "UNKNOWN_OUTCOME" in done.stderr, (done.returncode, done.stderr)
+    assert took < 6 + 10 + 3, took  # its start; the deadline and ten seconds
+    launched.start("again", *words, address)
+    with grpc.insecure_channel(address) as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        newest = fleet.ListUpdates(fleet_pb2.ListUpdatesRequest(group="g"), timeout=10).updates[0]
+    assert newest.phase == update_pb2.UPDATE_PHASE_COMMITTED
+    assert newest.update_id in done.stderr and "weightplane updates" in done.stderr, done.stderr
+
+
 def big(path: Path) -> Path:
     """256 MB: some hundred chunks."""
     from safetensors.torch import save_file
@@ -213,6 +238,7 @@ def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishe
 ) -> None:
     """A replica is slow at one chunk, so that the trainer is in the middle of its bytes when it ends."""
     path, address = big(tmp_path / "big.safetensors"), plane(launched)
+    small = tiny(tmp_path / "one.safetensors", 1.0)
     replica(launched, address, "a", path, tmp_path, WEIGHTPLANE_FAILPOINTS="grpc.receive.inside=block:6@20")
     trainer = subprocess.Popen(command("publish", address, "--file", str(path)), stderr=subprocess.PIPE, text=True)
     with grpc.insecure_channel(address) as channel:
@@ -224,6 +250,8 @@ def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishe
 
         eventually(lambda: watch.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=10).groups, "the group is made")
         eventually(lambda: phase() == update_pb2.UPDATE_PHASE_TRANSFERRING, "it sends")
+        held = node("publish", address, "--file", str(small)).stderr
+        assert "TRAINER_HELD" in held and "--takeover" in held and "InitTransfer" not in held, held
         os.kill(trainer.pid, number)
         told = trainer.communicate(timeout=30)[1]
         assert trainer.returncode == (-9 if number == signal.SIGKILL else 130), told

@@ -30,12 +30,12 @@ public:
 
     Stub &stub() { return *stub_; }
 
-    // One logical call, tried again on UNAVAILABLE until `patience`: its request_id makes a repeat harmless. Throws
+    // One logical call, tried again on UNAVAILABLE for `patience` seconds: its request_id makes a repeat harmless. Throws
     // Refused, Unanswered, or why `stop` was set, as soon as it is.
     template <class Request, class Answer>
     Answer call(const char *method, grpc::Status (Stub::*function)(grpc::ClientContext *, const Request &, Answer *),
-                const Request &request, Deadline deadline, Stop &stop) {
-        const Deadline patience = std::min(deadline, in_seconds(kPatience));
+                const Request &request, Deadline deadline, Stop &stop, double patience = kPatience) {
+        const Deadline last = std::min(deadline, in_seconds(patience));
         for (double pause = 0.05;; pause = std::min(2 * pause, 1.0)) {
             stop.check();
             grpc::ClientContext context;
@@ -52,7 +52,7 @@ public:
             if (const auto refused = refusal_of(status))
                 throw *refused;
             const Deadline again = in_seconds(pause);
-            if (status.error_code() != grpc::StatusCode::UNAVAILABLE || again >= patience)
+            if (status.error_code() != grpc::StatusCode::UNAVAILABLE || again >= last)
                 throw Unanswered(method, status, advice_);
             stop.sleep_until(again);
         }

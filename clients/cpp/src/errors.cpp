@@ -32,11 +32,20 @@ template <class M> bool unpack(const google::protobuf::Any &any, const std::stri
 } // namespace
 
 Unanswered::Unanswered(const std::string &method, const grpc::Status &status, const std::string &advice)
-    : Error(status.error_code() == grpc::StatusCode::UNAVAILABLE ? Exit::unreachable : Exit::unknown_outcome,
-            status.error_code() == grpc::StatusCode::UNAVAILABLE ? "UNREACHABLE" : "UNKNOWN_OUTCOME",
+    : Error(Exit::unreachable, "UNREACHABLE", // before FinishUpdate nothing commits; of that, Publication asks
             method + " got no answer: " + status.error_message() +
                 (status.error_code() == grpc::StatusCode::UNAVAILABLE ? advice : "")),
       code(status.error_code()) {}
+
+Refused::Refused(Exit exit, std::string reason, const std::string &message, std::string member,
+                 std::optional<v1::UpdateInfo> update)
+    : Error(exit, std::move(reason), message, std::move(member)), update(std::move(update)) {
+    settled = this->update && over(*this->update);
+}
+
+bool over(const v1::UpdateInfo &update) {
+    return update.phase() == v1::UPDATE_PHASE_ABORTING || update.phase() == v1::UPDATE_PHASE_ABORTED;
+}
 
 std::optional<Refused> refusal_of(const std::string &details) {
     weightplane::client::RpcStatus said;
@@ -71,5 +80,7 @@ std::optional<Refused> refusal_of(const grpc::Status &status) { return refusal_o
 Error aborted(const v1::UpdateInfo &update) {
     const auto &f = update.failure();
     const auto reason = bare(v1::Reason_Name(f.reason()), "REASON_");
-    return Error(Exit::failed, reason, "update " + update.update_id() + " was aborted: " + f.message(), f.member());
+    Error out(Exit::failed, reason, "update " + update.update_id() + " was aborted: " + f.message(), f.member());
+    out.settled = true;
+    return out;
 }

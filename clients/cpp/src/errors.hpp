@@ -31,14 +31,14 @@ public:
 
     Exit exit;
     std::string reason, member;
+    bool settled = false; // the control plane said that the update is aborted
 };
 
 // A call's answer is a refusal (google.rpc.Status in the trailers).
 class Refused : public Error {
 public:
     Refused(Exit exit, std::string reason, const std::string &message, std::string member,
-            std::optional<weightplane::v1::UpdateInfo> update)
-        : Error(exit, std::move(reason), message, std::move(member)), update(std::move(update)) {}
+            std::optional<weightplane::v1::UpdateInfo> update);
 
     std::optional<weightplane::v1::UpdateInfo> update; // of an aborted one: names each replica and why
 };
@@ -50,6 +50,9 @@ public:
 
     grpc::StatusCode code;
 };
+
+// Whether an update is aborted, or is being so.
+bool over(const weightplane::v1::UpdateInfo &update);
 
 // A refusal that a status carries; none where the server did not speak.
 std::optional<Refused> refusal_of(const grpc::Status &status);

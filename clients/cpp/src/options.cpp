@@ -89,8 +89,12 @@ void check_address(const std::string &address) {
     const auto colon = address.rfind(':');
     const auto port = colon == std::string::npos ? "" : address.substr(colon + 1);
     const bool digits = !port.empty() && port.size() <= 5 && port.find_first_not_of("0123456789") == std::string::npos;
-    if (!digits || colon == 0 || std::stoi(port) < 1 || std::stoi(port) > 65535)
-        refuse("--address: expected host:port with a port from 1 to 65535, found '" + address + "'");
+    const auto host = address.substr(0, colon == std::string::npos ? 0 : colon);
+    const bool scheme = address.find('/') != std::string::npos || address.rfind("dns:", 0) == 0;
+    const bool bare = host.find(':') != std::string::npos && (host.front() != '[' || host.back() != ']'); // IPv6
+    if (!digits || scheme || bare || host.empty() || std::stoi(port) < 1 || std::stoi(port) > 65535)
+        refuse("--address: expected host:port with a port from 1 to 65535, found '" + address + "'" +
+               (bare && !scheme ? "; an IPv6 address stands in brackets: [::1]:7450" : ""));
 }
 
 using Setter = std::function<void(const std::string &)>;

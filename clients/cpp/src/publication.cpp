@@ -15,8 +15,10 @@ using Stub = ControlPlane::Stub;
 
 constexpr std::size_t kPageBytes = 3 << 19; // of a manifest's page: well under 2 MiB
 constexpr double kCall = 30;  // seconds for a call that moves nothing
-constexpr double kTidy = 10;  // seconds for one that tidies up
-constexpr double kMargin = 5; // seconds by which a client waits longer than an update lives
+constexpr double kTidy = 10;  // seconds for what is asked or tidied up at the end
+constexpr double kGrace = 8;  // the same after the update's deadline; with two short tries more, 10 in all
+constexpr double kShort = 1;  // seconds for a call to a control plane that answered nothing before
+constexpr double kMargin = 2; // seconds by which a client waits longer than an update lives
 constexpr double kPoll = 0.2;
 
 // Which host this is, as the replicas' agents say it.
@@ -25,10 +27,11 @@ std::string host_id() {
     return given != nullptr && *given != '\0' ? given : shm_host();
 }
 
-bool decided(const v1::UpdateInfo &update) { return update.phase() == v1::UPDATE_PHASE_COMMITTED; }
-bool over(const v1::UpdateInfo &update) {
-    return update.phase() == v1::UPDATE_PHASE_ABORTING || update.phase() == v1::UPDATE_PHASE_ABORTED;
+Clock::duration seconds_of(double seconds) {
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
+
+bool decided(const v1::UpdateInfo &update) { return update.phase() == v1::UPDATE_PHASE_COMMITTED; }
 
 // What a stream or a digest fails of where the file changed meanwhile.
 Error cause_of(const Error &error, const Safetensors &source) {
@@ -65,12 +68,21 @@ Outcome Publication::run() {
         return {info, bytes_, took.count(), used()};
     } catch (const Error &error) {
         rounds_.clear(); // our side first: it may hold receivers up
-        const Error why = cause_of(error, source_);
+        gone_ = gone_ || dynamic_cast<const Unanswered *>(&error) != nullptr;
+        Error why = cause_of(error, source_);
         if (opening_) {
-            const auto stands = abort(why.what());
+            auto stands = abort(why.what());
+            if (finishing_ && !why.settled && !stands && !asked_)
+                stands = ask();
             if (stands && decided(*stands)) { // it was decided before: that counts
                 close();
                 return {*stands, bytes_, 0, used()};
+            }
+            if (finishing_ && !why.settled) {
+                if (!stands)
+                    why = unknown(why);
+                else if (why.exit == Exit::unreachable || why.exit == Exit::unknown_outcome)
+                    why = aborted(*stands);
             }
         }
         close();
@@ -95,8 +107,8 @@ void Publication::init() {
             if (const auto uuid = transport->device_uuid(); !uuid.empty())
                 ask.set_device_uuid(uuid);
         } catch (const Error &why) {
-            if (forced)
-                throw;
+            if (forced) // nothing was opened: refused, not failed
+                throw why.exit == Exit::failed ? Error(Exit::refused, why.reason, why.what(), why.member) : why;
             auto &refusal = *ask.add_refusals(); // another one may do
             refusal.set_transport(transport->name());
             refusal.set_reason(why.what());
@@ -147,8 +159,9 @@ void Publication::start() {
     const auto patience = in_seconds(options_.wait);
     while (true) {
         opening_ = true;
+        deadline_ = in_seconds(options_.timeout);
         try {
-            started_ = plane_.call("StartUpdate", &Stub::StartUpdate, ask, in_seconds(options_.timeout + kMargin), stop_);
+            started_ = plane_.call("StartUpdate", &Stub::StartUpdate, ask, deadline_ + seconds_of(kMargin), stop_);
             break;
         } catch (const Refused &e) {
             opening_ = e.update && !over(*e.update);
@@ -182,31 +195,58 @@ v1::UpdateInfo Publication::finish() {
     auto ask = request<v1::FinishUpdateRequest>();
     ask.set_update_id(token_.update_id);
     ask.set_epoch(token_.epoch);
+    finishing_ = true;
     try {
-        return plane_.call("FinishUpdate", &Stub::FinishUpdate, ask, deadline_ + std::chrono::seconds(5), stop_).update();
+        return plane_.call("FinishUpdate", &Stub::FinishUpdate, ask, deadline_ + seconds_of(kMargin), stop_).update();
     } catch (const Unanswered &) { // unknown is not failed
         const auto info = this->ask();
-        if (decided(info))
-            return info;
-        throw aborted(info);
+        if (!info)
+            throw;
+        if (decided(*info))
+            return *info;
+        throw aborted(*info);
+    } catch (const Refused &e) {
+        // These may be the answer to a repeat, after a first call that was carried out.
+        finishing_ = e.exit == Exit::unknown_outcome || e.exit == Exit::not_found || e.reason == "TRAINER_FENCED";
+        throw;
     }
 }
 
-// What became of the update, once that is known.
-v1::UpdateInfo Publication::ask() {
+// By when the last word is spoken, however many there are.
+Deadline Publication::last_word() const {
+    const auto end = in_seconds(kTidy);
+    const auto least = in_seconds(kShort);
+    return deadline_ == Deadline{} ? end : std::max(least, std::min(end, deadline_ + seconds_of(kGrace)));
+}
+
+// What became of the update, once that is known; nothing if nobody says it in time.
+std::optional<v1::UpdateInfo> Publication::ask() {
+    asked_ = true;
     v1::GetUpdateRequest ask;
     ask.set_group(options_.group);
     ask.set_update_id(token_.update_id);
-    const auto end = in_seconds(kCall);
-    while (true) {
-        const auto info = plane_.call("GetUpdate", &Stub::GetUpdate, ask, end, never_).update();
-        if (decided(info) || over(info))
-            return info;
-        if (Clock::now() >= end)
-            throw Error(Exit::unknown_outcome, "UNKNOWN_OUTCOME",
-                        "update " + token_.update_id + " is not decided yet: ask the control plane what became of it");
-        std::this_thread::sleep_for(std::chrono::duration<double>(kPoll));
+    const auto end = last_word();
+    try {
+        while (true) {
+            const auto info = plane_.call("GetUpdate", &Stub::GetUpdate, ask, end, never_).update();
+            if (decided(info) || over(info))
+                return info;
+            if (Clock::now() >= end)
+                return std::nullopt;
+            std::this_thread::sleep_for(std::chrono::duration<double>(kPoll));
+        }
+    } catch (const Unanswered &) {
+        gone_ = true;
+    } catch (const Refused &) { // it knows of no such update, say: one with another store
     }
+    return std::nullopt;
+}
+
+// FinishUpdate may have been carried out, and nobody says whether.
+Error Publication::unknown(const Error &why) const {
+    return Error(Exit::unknown_outcome, "UNKNOWN_OUTCOME",
+                 "whether update " + token_.update_id + " committed is not known: " + why.what() +
+                     "; ask `weightplane updates -g " + options_.group + "` once a control plane answers");
 }
 
 // Ends the update, whatever is open of ours. What fails here is said; the lease ends by itself.
@@ -215,7 +255,8 @@ std::optional<v1::UpdateInfo> Publication::abort(const std::string &reason) {
     ask.set_update_id(token_.update_id);
     ask.set_reason(reason.substr(0, 500));
     try {
-        return plane_.call("AbortUpdate", &Stub::AbortUpdate, ask, in_seconds(kTidy), never_).update();
+        const auto info = tidy("AbortUpdate", &Stub::AbortUpdate, ask).update();
+        return decided(info) || over(info) ? std::optional(info) : std::nullopt;
     } catch (const Error &e) {
         std::cerr << "publish_checkpoint: the update was not aborted: " << e.reason << ": " << e.what() << "\n";
         return std::nullopt;
@@ -227,7 +268,7 @@ void Publication::close() {
         return;
     const auto ask = request<v1::CloseTransferRequest>();
     try {
-        plane_.call("CloseTransfer", &Stub::CloseTransfer, ask, in_seconds(kTidy), never_);
+        tidy("CloseTransfer", &Stub::CloseTransfer, ask);
     } catch (const Error &e) {
         std::cerr << "publish_checkpoint: the hold was not given up: " << e.reason << ": " << e.what() << "\n";
     }

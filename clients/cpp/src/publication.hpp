@@ -60,7 +60,21 @@ private:
     void put_digests(const weightplane::Plan &plan, const std::vector<std::uint64_t> &digests);
     void lost(const Error &why);
     weightplane::v1::UpdateInfo finish();
-    weightplane::v1::UpdateInfo ask();
+    std::optional<weightplane::v1::UpdateInfo> ask();
+    Error unknown(const Error &why) const;
+    Deadline last_word() const;
+    // A call that tidies up: one short try where nobody answered before.
+    template <class Request, class Answer>
+    Answer tidy(const char *method,
+                grpc::Status (ControlPlane::Stub::*function)(grpc::ClientContext *, const Request &, Answer *),
+                const Request &request) {
+        try {
+            return plane_.call(method, function, request, gone_ ? in_seconds(1) : last_word(), never_, gone_ ? 0 : 1);
+        } catch (const Unanswered &) {
+            gone_ = true;
+            throw;
+        }
+    }
     std::optional<weightplane::v1::UpdateInfo> abort(const std::string &reason);
     void close();
 
@@ -74,6 +88,9 @@ private:
     std::unique_ptr<Watch> watch_;
     Token token_;
     bool opening_ = false;
+    bool finishing_ = false; // FinishUpdate may have been carried out
+    bool asked_ = false;     // what became of it, in vain
+    bool gone_ = false;      // the control plane: a call had no answer
     Deadline deadline_{}; // of the whole update
     weightplane::v1::InitTransferResponse bound_;
     weightplane::v1::StartUpdateResponse started_;

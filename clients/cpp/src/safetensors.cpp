@@ -31,9 +31,11 @@ struct Entry {
     throw Error(Exit::usage, "INVALID_ARGUMENT", path + ": " + text);
 }
 
+std::string shown(const json &value) { return value.dump(-1, ' ', false, json::error_handler_t::replace).substr(0, 80); }
+
 std::uint64_t number(const json &value) {
     if (!value.is_number_unsigned() || value.get<std::uint64_t>() > (std::uint64_t{1} << 62))
-        throw std::invalid_argument("expected a whole number, found " + value.dump());
+        throw std::invalid_argument("expected a whole number, found " + shown(value));
     return value.get<std::uint64_t>();
 }
 
@@ -57,16 +59,20 @@ Entry entry_of(const std::string &name, const json &row, std::uint64_t body) {
             throw std::invalid_argument(std::string("its entry has no ") + key);
     Entry e;
     e.meta.name = name;
+    if (!row.at("dtype").is_string())
+        throw std::invalid_argument("expected a dtype's name, found " + shown(row.at("dtype")));
     const auto &dtype = row.at("dtype").get_ref<const std::string &>();
     const auto found = kDtypes.find(dtype);
     if (found == kDtypes.end())
         throw std::invalid_argument("its dtype " + dtype + " is not known");
     e.meta.dtype = found->second;
+    if (!row.at("shape").is_array())
+        throw std::invalid_argument("expected a list as its shape, found " + shown(row.at("shape")));
     for (const auto &d : row.at("shape"))
         e.meta.shape.push_back(static_cast<std::int64_t>(number(d)));
     const auto &offsets = row.at("data_offsets");
-    if (offsets.size() != 2)
-        throw std::invalid_argument("data_offsets are two numbers");
+    if (!offsets.is_array() || offsets.size() != 2)
+        throw std::invalid_argument("expected two numbers as its data_offsets, found " + shown(offsets));
     e.start = number(offsets.at(0));
     e.stop = number(offsets.at(1));
     const auto expected = expected_bytes(e.meta, body);

@@ -5,8 +5,8 @@ import { EXIT, failWith, options, whole } from "../src/command.js";
 import { readSafetensors } from "../src/safetensors.js";
 import { Trainer } from "../src/trainer.js";
 
-const usage = "publish.js [--address HOST:PORT] --group GROUP --file model.safetensors [--step N] [--takeover]";
-const { values, ...where } = options(["file", "step", "takeover"], usage);
+const usage = "publish.js [--address HOST:PORT] --group GROUP --file model.safetensors [--step N] [--timeout SECONDS] [--takeover]";
+const { values, ...where } = options(["file", "step", "timeout", "takeover"], usage);
 
 let trainer;
 for (const signal of ["SIGINT", "SIGTERM"]) {
@@ -14,10 +14,11 @@ for (const signal of ["SIGINT", "SIGTERM"]) {
 }
 try {
   const step = whole("step", values.step ?? "1");
+  const timeoutMs = Math.min(1000 * Number(whole("timeout", values.timeout ?? "120", 1n)), 1e9);
   const tensors = readSafetensors(values.file);
   trainer = new Trainer({ ...where, group: values.group, takeover: values.takeover ?? false });
   await trainer.init();
-  const done = await trainer.publish(tensors, step);
+  const done = await trainer.publish(tensors, step, { timeoutMs });
   await trainer.close();
   const { version, update_id, bytes, seconds } = done;
   const replicas = Object.fromEntries(done.outcomes.map((o) => [o.replica_id, o.state.replace("WEIGHTS_STATE_", "")]));

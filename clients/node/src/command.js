@@ -82,11 +82,13 @@ function statusOf({ code }, reason) {
 export function failWith(error) {
   if (error?.name === "Interrupted") fail(error.message, EXIT.interrupted);
   if (error?.name === "UpdateFailed") fail(`the update was aborted: ${error.message}`, EXIT.failed);
+  if (error?.name === "OutcomeUnknown") fail(`the outcome is unknown: UNKNOWN_OUTCOME: ${error.message}`, EXIT.unknown);
   if (error instanceof Misuse) fail(error.message, EXIT.usage);
   if (typeof error?.code !== "number") fail(`unexpected: ${error?.stack ?? error}`, EXIT.unexpected);
   const reason = reasonOf(error);
   const code = statusOf(error, reason);
   if (code === EXIT.unreachable) fail(`no control plane answers: ${error.details}`, code);
   const unknown = code === EXIT.unknown ? "the outcome is unknown: " : "";
-  fail(`${unknown}${CODES[error.code]}${reason ? ` (${reason})` : ""}: ${error.details}`, code);
+  const details = reason === "TRAINER_HELD" ? error.details.replace("InitTransfer.takeover", "--takeover") : error.details;
+  fail(`${unknown}${CODES[error.code]}${reason ? ` (${reason})` : ""}: ${details}`, code);
 }

@@ -17,6 +17,7 @@ export class Stream {
     this.acknowledged = new Set();
     this.waiting = [];
     this.failure = null;
+    this.full = false; // of what the receiver has not taken yet
     const options = { "grpc.max_send_message_length": 4 << 20 };
     this.client = connect(v1.TensorService, address, ca.length ? { ca, cert, key } : {}, options);
   }
@@ -38,6 +39,10 @@ export class Stream {
     const metadata = new grpc.Metadata();
     metadata.set("weightplane-channel-key-bin", this.key);
     this.call = this.client.Transfer(metadata);
+    this.call.on("drain", () => {
+      this.full = false;
+      this.#wake();
+    });
     return new Promise((resolve, reject) => {
       let opened = false;
       this.call.on("data", (answer) => {
@@ -76,16 +81,11 @@ export class Stream {
       for (let at = 0; at < part.length; at += CHUNK) {
         if (this.failure) throw this.failure;
         const data = part.subarray(at, Math.min(at + CHUNK, part.length));
-        const more = this.call.write({ bucket, offset: String(offset), data });
+        this.full = !this.call.write({ bucket, offset: String(offset), data });
         offset += data.length;
-        if (!more) await new Promise((resolve) => this.#drained(resolve));
+        await this.#until(() => !this.full); // an acknowledgement alone is no reason to go on
       }
     }
-  }
-
-  #drained(resolve) {
-    this.call.once("drain", resolve);
-    this.waiting.push(resolve); // or the stream failed
   }
 
   /** Wait until the receiver has every one of these buckets. */

@@ -5,6 +5,11 @@ export class UpdateFailed extends Error {
   name = "UpdateFailed";
 }
 
+/** Whether the update committed could not be learnt: it may have. `updateId` names it. */
+export class OutcomeUnknown extends Error {
+  name = "OutcomeUnknown";
+}
+
 /** It was ended by `stop`. */
 export class Interrupted extends Error {
   name = "Interrupted";
@@ -12,7 +17,8 @@ export class Interrupted extends Error {
 
 /** What ended an update, as the coordinator says. */
 export function aborted(update) {
-  const failure = new UpdateFailed(`${update.failure?.reason ?? ""} ${update.failure?.message ?? "aborted"}`);
+  const reason = (update.failure?.reason ?? "").replace(/^REASON_/, "");
+  const failure = new UpdateFailed(`${reason} ${update.failure?.message ?? "aborted"}`.trim());
   failure.update = update;
   return failure;
 }

@@ -5,7 +5,7 @@ import { setTimeout as sleep } from "node:timers/promises";
 import { call, connect, grpc, metadata, reasonOf, v1 } from "./contract.js";
 import { Stream } from "./data.js";
 import { digest } from "./digest.js";
-import { aborted, Interrupted, UpdateFailed } from "./failures.js";
+import { aborted, Interrupted, OutcomeUnknown, UpdateFailed } from "./failures.js";
 import { hostId } from "./host.js";
 import { manifestId, slice } from "./model.js";
 import { fetchPlan } from "./plan.js";
@@ -15,6 +15,9 @@ const PAGE = 4000; // tensors or digests of one call: gRPC's messages end at 4 M
 const ROUNDS = 4; // of binding again, should replicas come and go meanwhile
 const CALL_MS = 30_000;
 const TIDY_MS = 10_000;
+const MARGIN_MS = 2000; // by which FinishUpdate is waited for longer than the update lives
+const GRACE_MS = 5000; // then, for the outcome; with short tries of what tidies up, 10 s in all
+const SHORT_MS = 1000; // for a call to a control plane that answered nothing before
 const RETRY_MS = 200;
 const WORD_MS = 1000;
 const FENCED = "another trainer took the group over: stop, and do not init again";
@@ -36,7 +39,8 @@ export class Trainer {
     this.calls = new Set(); // that are under way
     this.stopped = null; // why, once `stop` was called
     this.closed = false;
-    this.update = null; // the one that is open: {requestId, opening, id, streams, failure}
+    this.gone = false; // the control plane: a call had no answer
+    this.update = null; // the one that is open: {requestId, opening, id, streams, failure, finishing, asked}
   }
 
   /** One call. While nobody answers it is made again with the same request_id, so that it is carried out once. Ends at
@@ -58,10 +62,15 @@ export class Trainer {
     }
   }
 
-  /** A call that tidies up: also once we have failed. */
-  #tidy(method, fields) {
+  /** A call that tidies up: also once we have failed. One short try where nobody answered before. */
+  async #tidy(method, fields) {
     const request = { request_id: randomUUID(), group: this.group, generation: this.generation, ...fields };
-    return call(this.client, method, request, { timeoutMs: TIDY_MS, token: this.token });
+    try {
+      return await call(this.client, method, request, { timeoutMs: this.gone ? SHORT_MS : TIDY_MS, token: this.token });
+    } catch (error) {
+      if (!reasonOf(error)) this.gone = true;
+      throw error;
+    }
   }
 
   /** Phase 1: take the hold on the group, or bind again under it. */
@@ -129,22 +138,29 @@ export class Trainer {
     this.known.add(id);
   }
 
-  /** Phases 2 to 4. Resolves to the committed update with `bytes` and `seconds`; throws `UpdateFailed`, or an error of
-   * gRPC's whose `reasonOf` says why the update was never opened. */
+  /** Phases 2 to 4. Resolves to the committed update with `bytes` and `seconds`; throws `UpdateFailed`, `OutcomeUnknown`,
+   * or an error of gRPC's whose `reasonOf` says why the update was never opened. */
   async publish(tensors, step, { timeoutMs = 120_000 } = {}) {
     const began = performance.now();
     const id = manifestId(tensors);
-    this.update = { requestId: randomUUID(), streams: [], failure: null, opening: false };
+    this.update = { requestId: randomUUID(), streams: [], failure: null, opening: false, finishing: false, asked: false };
+    this.gone = false;
     try {
       const started = await this.#start(tensors, id, step, timeoutMs);
+      const deadline = Date.now() + Number(started.remaining_ms);
       const bytes = await this.#send(tensors, started);
       const named = this.#named(started);
-      const update = await this.#finish(named, Number(started.remaining_ms) + 2000);
+      const update = await this.#finish(named, deadline);
       return { ...update, bytes, seconds: (performance.now() - began) / 1000 };
     } catch (error) {
       const failed = await this.#cause(error);
       this.#fail(failed);
-      const update = this.update.opening ? await this.#abort(failed) : null;
+      let update = this.update.opening ? await this.#abort(failed) : null;
+      if (this.update.finishing && !settled(failed)) {
+        if (!decided(update) && !this.update.asked) update = await this.#outcome(Date.now() + (this.gone ? SHORT_MS : GRACE_MS));
+        if (!decided(update)) throw this.#unknown(failed);
+        if (OVER.has(update.phase) && !["Interrupted", "UpdateFailed"].includes(failed.name)) throw aborted(update);
+      }
       if (update?.phase !== "UPDATE_PHASE_COMMITTED") throw failed;
       return { ...update, bytes: 0, seconds: (performance.now() - began) / 1000 }; // decided before: that counts
     } finally {
@@ -179,21 +195,43 @@ export class Trainer {
   }
 
   /** The update as it was decided. An answer that is lost means unknown, so then it is asked for. */
-  async #finish(named, timeoutMs) {
-    const end = Date.now() + timeoutMs;
+  async #finish(named, deadline) {
+    this.update.finishing = true;
     try {
-      return (await this.#call("FinishUpdate", named, timeoutMs)).update;
+      return (await this.#call("FinishUpdate", named, deadline + MARGIN_MS - Date.now())).update;
     } catch (error) {
       if (!UNKNOWN.has(error.code) || this.update.failure) throw error;
-      for (;;) {
-        const asked = call(this.client, "GetUpdate", { group: this.group, update_id: named.update_id }, { token: this.token });
-        const update = (await asked.catch(() => ({ update: null }))).update;
-        if (update?.phase === "UPDATE_PHASE_COMMITTED") return update;
-        if (update && OVER.has(update.phase)) throw aborted(update);
-        if (Date.now() > end) throw error;
-        await sleep(RETRY_MS);
-      }
+      const update = await this.#outcome(deadline + MARGIN_MS + GRACE_MS);
+      if (!update) throw error;
+      if (OVER.has(update.phase)) throw aborted(update);
+      return update;
     }
+  }
+
+  /** What became of the update; null if nobody says it until `end`. */
+  async #outcome(end) {
+    this.update.asked = true;
+    for (;;) {
+      const options = { timeoutMs: Math.max(SHORT_MS, end - Date.now()), token: this.token };
+      try {
+        const { update } = await call(this.client, "GetUpdate", { group: this.group, update_id: this.update.id }, options);
+        this.gone = false;
+        if (decided(update)) return update;
+      } catch (error) {
+        if (reasonOf(error)) return null; // it knows of no such update, say: one with another store
+        this.gone = true;
+      }
+      if (Date.now() + RETRY_MS > end) return null;
+      await sleep(RETRY_MS);
+    }
+  }
+
+  #unknown(error) {
+    const why = error.details ?? error.message;
+    const ask = `ask \`weightplane updates -g ${this.group}\` once a control plane answers`;
+    const failure = new OutcomeUnknown(`whether update ${this.update.id} committed is not known: ${why}; ${ask}`);
+    failure.updateId = this.update.id;
+    return failure;
   }
 
   #named(started) {
@@ -286,4 +324,15 @@ export class Trainer {
 function region(tensors, r) {
   const tensor = tensors[r.tensor];
   return r.box.length ? slice(tensor, r.box) : tensor.bytes;
+}
+
+const decided = (update) => update?.phase === "UPDATE_PHASE_COMMITTED" || OVER.has(update?.phase);
+
+/** Whether the control plane said that the update does not commit. What these codes say may answer a repeat, after a first
+ * call that was carried out. */
+function settled(error) {
+  const { NOT_FOUND, UNAVAILABLE, UNKNOWN: unknown } = grpc.status;
+  if (error.update) return true;
+  const reason = reasonOf(error);
+  return reason !== "" && reason !== "TRAINER_FENCED" && ![NOT_FOUND, UNAVAILABLE, unknown].includes(error.code);
 }
