@@ -22,7 +22,7 @@ TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf '%s' '$(TORCH)' | cksum
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # `make proto test` means in that order
-.PHONY: help venv proto proto-check proto-baseline lint format clients-cpp clients-cpp-portable test test-vllm demo demo-vllm fuzz chaos chaos-vllm soak bench clean
+.PHONY: help venv proto proto-check proto-baseline lint format clients-cpp clients-cpp-portable test test-vllm test-vllm-product demo demo-vllm fuzz chaos chaos-vllm soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,6 +117,9 @@ test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl $(NODE) clients-cpp ## run th
 # Without vLLM its tests skip; here that is an error. Two processes share the files: starting an engine takes one core.
 test-vllm: $(VLLM_VENV)/.stamp ## run the tests of the vLLM adapter with a real vLLM on CPU
 	WEIGHTPLANE_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python tools/run_tests.py --jobs $(JOBS) tests/vllm $(ARGS)
+
+test-vllm-product: $(VLLM_VENV)/.stamp ## every way to run vLLM with every kind of checkpoint: 20 engines, one after the other
+	WEIGHTPLANE_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest -v --run-large tests/vllm/test_product.py $(ARGS)
 
 demo: $(VENV)/.stamp ## watch reinforcement learning run through Weightplane; leaves demo-report/
 	$(VENV)/bin/weightplane demo $(ARGS)

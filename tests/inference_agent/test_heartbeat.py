@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -108,6 +110,34 @@ def test_stopped_and_dead_parents_are_told_and_never_outlived(control_plane: Ser
     eventually(lambda: replica(control_plane).liveness is Liveness.LOST, 2.5, "the death is told")
     eventually(lambda: not os.path.exists(f"/proc/{helper}"), 2.5, "the helper leaves")
     assert time.monotonic() - killed < 3, "about one second on a quiet machine"
+
+
+def test_a_process_with_thousands_of_descriptors_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``select`` takes none above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    opened: list[int] = []
+
+    def above(fd: int) -> int:
+        opened.append(fcntl.fcntl(fd, fcntl.F_DUPFD, 1500))
+        os.close(fd)
+        return opened[-1]
+
+    monkeypatch.setattr(os, "pidfd_open", lambda pid, inner=os.pidfd_open: above(inner(pid)))
+    high = above(os.open(os.devnull, os.O_RDONLY))
+    child = subprocess.Popen(["sleep", "100"])
+    monkeypatch.setattr(os, "getppid", lambda: child.pid)
+    try:
+        parent = Parent(child.pid)
+        assert parent._pidfd >= 1500 and parent.alive() and parent.wait([high], 5) == [high]
+        child.kill()
+        assert parent._pidfd in parent.wait([], 5) and not parent.alive()
+    finally:
+        child.kill()
+        child.wait(10)
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_one_that_is_on_its_way_out_is_dead_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:

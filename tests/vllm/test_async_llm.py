@@ -15,7 +15,7 @@ from tests.inference_agent.server import Server, eventually
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.trainer_agent import Publisher, SafetensorsSource
 
-from .models import CORE, ENVIRONMENT, PROMPTS, REPLICA, TOKENS
+from .models import CORE, ENVIRONMENT, PROMPTS, REPLICA, TOKENS, dtype_of
 from .orders import ASLEEP, Orders
 
 Golden = dict[str, list[list[int]]]
@@ -45,7 +45,7 @@ class Program:
         return AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(model),
-                dtype="bfloat16",
+                dtype=dtype_of(model),
                 enforce_eager=True,
                 max_model_len=512,
                 max_num_seqs=8,

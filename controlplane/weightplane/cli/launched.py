@@ -43,7 +43,9 @@ def exit_with(pid: int) -> None:
         return
 
     def wait() -> None:
-        select.select([watched], [], [])
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        poll.poll()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="weightplane-exit-with", daemon=True).start()

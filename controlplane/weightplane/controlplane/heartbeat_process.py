@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import random
@@ -56,7 +57,7 @@ class Parent:
 
     def state(self) -> agent_pb2.ProcessState.ValueType:
         """RUNNING, STOPPED or DEAD."""
-        if self._pidfd >= 0 and select.select([self._pidfd], [], [], 0)[0]:
+        if self._pidfd >= 0 and _readable([self._pidfd], 0):
             return agent_pb2.PROCESS_STATE_DEAD
         letter, born, _ = self._stat()
         if not letter or born != self._born or os.getppid() != self.pid:
@@ -72,7 +73,15 @@ class Parent:
     def wait(self, others: list[int], seconds: float) -> list[int]:
         """Sleep; wakes when the parent dies or one of ``others`` is readable (those are returned)."""
         fds = [*others, self._pidfd] if self._pidfd >= 0 else others
-        return select.select(fds, [], [], seconds)[0]
+        return _readable(fds, seconds)
+
+
+def _readable(fds: list[int], seconds: float) -> list[int]:
+    """Those of some descriptors that are readable or ended, within that time. (``select`` takes none above 1023.)"""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(math.ceil(1000 * seconds))]
 
 
 def reason_of(error: Any) -> str:
