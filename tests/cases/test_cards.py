@@ -46,18 +46,8 @@ def twins() -> Iterator[None]:
     TWINS.close()
 
 
-#: These wait a defect out, and show what a neighbour does: without them each defect is found on a wire that the host
-#: plays, and on each of these wires one that is waited out.
-_SHOWN_BESIDE = {"X05-nccl-host", "X06-cuda_ipc-host", "X14-nccl-host"}
-
-
-def _shown(wire: Wire, id_: str) -> Any:
-    made = param(wire, id_, id=f"{id_}-{wire.id}")
-    return made._replace(marks=[*made.marks, pytest.mark.large]) if made.id in _SHOWN_BESIDE else made
-
-
 _SHOWN = [
-    _shown(wire, id_)
+    param(wire, id_, id=f"{id_}-{wire.id}")
     for id_, plant in CARD_PLANTS.items()
     for wire in WIRES.values()
     if CARD_CASES[id_].applies(wire) and plant.shown(wire)
