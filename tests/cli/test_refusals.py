@@ -43,6 +43,17 @@ def test_a_version_that_no_replica_serves_is_no_success(site: Site, tmp_path: Pa
     assert said["state"] == "READY" and said["failure"] == ""
 
 
+def test_a_publish_whose_failure_is_forgiven_is_no_success_either(site: Site) -> None:
+    """continue_stale: training goes on, and the command says that nothing was committed and why."""
+    options = ("-a", site.address, "-g", "stale", "--replica-id", "stale")
+    broken = {"WEIGHTPLANE_FAILPOINTS": "replica.receive.inside=raise@1"}
+    site.launched.start("stale", "inference-agent", *options, *engine_of(site.checkpoint), env=broken)
+    site.run("policy", "-g", "stale", "--on-failure", "continue_stale", "--max-stale", "1")
+    text = site.run("publish", str(site.checkpoint), "-g", "stale", code=5)
+    assert "nothing was committed" in text and "replica.receive.inside" in text and "is committed" not in text
+    assert "is committed" in site.run("publish", str(site.checkpoint), "-g", "stale")
+
+
 def test_a_transport_that_cannot_work_here_is_refused_with_its_reason(site: Site) -> None:
     not_here = {name: probe.reason for name, probe in registry.available().items() if not probe.ok}
     if not not_here:

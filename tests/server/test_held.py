@@ -13,7 +13,7 @@ async def test_the_one_who_comes_second_is_told_why_and_what_to_do() -> None:
         await first.init()  # it holds no stream: its lease has an end
         told = str((await refused(second.init(), "TRAINER_HELD")).details())
         assert re.search(r"'job-1' \(generation 1\) holds group 'g': its lease ends in [12]\.\d s unless", told), told
-        assert "End that trainer and call again, or fence it with InitTransfer.takeover" in told
+        assert "End that trainer and call again, or fence it by a takeover (--takeover)" in told
         await first.channel.close()
         await second.channel.close()
     async with server() as running, fleet(running.address, 1) as (_, _):

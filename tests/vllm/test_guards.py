@@ -176,6 +176,38 @@ def test_who_resumed_it_by_hand_costs_no_update(mode: Mode) -> None:
         assert driver.paused and driver.calls[:load] == ["KEEP clear", "KEEP"]
 
 
+def test_a_pause_by_hand_is_told_from_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls both sleep; its workers would have told of a real one. What helps is another call."""
+    driver = Pretended()
+    with engine(driver) as e:
+        e.begin(update())
+        monkeypatch.setattr(driver, "is_sleeping", lambda timeout: True)
+        driver.paused = True
+        with pytest.raises(EngineError, match=r"paused by hand.*POST /resume"):
+            e.prepare("u")
+        driver.paused = False
+        with pytest.raises(EngineError, match=r"asleep.*POST /wake_up"):
+            e.prepare("u")
+
+
+def test_a_vllm_that_does_not_answer_is_named_with_what_it_said() -> None:
+    with pytest.raises(EngineError, match=r"GET http://127\.0\.0\.1:1/health: ConnectionRefusedError"):
+        VllmEngine(HttpDriver(["http://127.0.0.1:1"]), start_timeout_s=0)
+
+
+def test_a_vllm_without_weight_transfer_is_told_which_flag_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the endpoint (dev mode), and answers 500."""
+    driver = HttpDriver(["http://127.0.0.1:1"])
+
+    def refuses(*_: object) -> dict[str, Any]:
+        raise DriverError("POST …: HTTP 500: Weight transfer not configured.")
+
+    monkeypatch.setattr(driver, "_call", refuses)
+    with pytest.raises(DriverError, match="--weight-transfer-config"):
+        driver.initialise([{}], 1)
+    driver.close()
+
+
 def test_a_vllm_that_is_gone_is_why_no_transport_reaches_it() -> None:
     """Also why those do not that this host lacks: their absence is not what keeps the replica out."""
     driver = Pretended()

@@ -20,7 +20,8 @@ from tests.inference_agent.server import eventually
 from weightplane.trainer_agent import PublishError, UpdateFailed
 
 from .fleet import Fleet, tensors_of
-from .servers import AgentProcess
+from .orders import Orders
+from .servers import AgentProcess, VllmServer
 
 Golden = dict[str, list[list[int]]]
 LONG, LONGER = 700, 1900
@@ -166,15 +167,21 @@ def test_a_trainer_killed_in_the_middle_costs_nothing(pair: Fleet, folders: dict
     assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
 
 
+def break_off(pair: Fleet, checkpoint: Path) -> None:
+    """An update in place whose trainer is killed while bytes are loaded: both are DIRTY."""
+    with stuck(pair, checkpoint, "in_place") as trainer:
+        os.kill(trainer.pid, signal.SIGKILL)
+        aborted(pair)
+    for name in pair.servers:
+        eventually(lambda n=name: pair.weights(n) == ("DIRTY", 0), 5, f"{name} is DIRTY")  # type: ignore[misc]
+
+
 def test_in_place_a_killed_trainer_leaves_a_fence(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
     """SIGKILL while bytes are loaded: both are DIRTY and answer nobody; vLLM lives, and the next publish is exact."""
     pair.publish(folders["A"])
     pids = [s.process for s in pair.servers.values()]
-    with stuck(pair, folders["B"], "in_place") as trainer:
-        os.kill(trainer.pid, signal.SIGKILL)
-        aborted(pair)
-    for name, server in pair.servers.items():
-        eventually(lambda n=name: pair.weights(n) == ("DIRTY", 0), 5, f"{name} is DIRTY")  # type: ignore[misc]
+    break_off(pair, folders["B"])
+    for server in pair.servers.values():
         server.get("/health")
         assert server.unanswered()
     for target, mode in (("B", "in_place"), ("A", "staged")):
@@ -186,20 +193,37 @@ def test_in_place_a_killed_trainer_leaves_a_fence(pair: Fleet, folders: dict[str
 def test_who_lets_a_fenced_vllm_go_on_by_hand_frees_nothing(
     pair: Fleet, folders: dict[str, Path], golden: Golden
 ) -> None:
-    """``/resume`` by hand on DIRTY weights, or under an operator's pause: it stands still again, and heals at once."""
+    """``/resume`` by hand on DIRTY weights: it stands still again, and the next publish heals, also just after it."""
     pair.publish(folders["A"])
     for mode, target in (("in_place", "B"), ("staged", "A")):
-        with stuck(pair, folders["B"], "in_place") as trainer:
-            os.kill(trainer.pid, signal.SIGKILL)
-            aborted(pair)
-        for name, server in pair.servers.items():
-            eventually(lambda n=name: pair.weights(n) == ("DIRTY", 0), 5, f"{name} is DIRTY")  # type: ignore[misc]
-            server.post("/resume")
-            eventually(lambda s=server: s.get("/is_paused")["is_paused"] is True, 5, f"{name} is paused again")  # type: ignore[misc]
+        break_off(pair, folders["B"])
+        for server in pair.servers.values():
+            let_go_on(server)
             assert server.unanswered()
             server.post("/resume")  # and no time for anybody to notice
         assert {r.state for r in pair.publish(folders[target], mode=mode).replicas} == {"READY"}
         assert all(pair.tokens(n) == golden[target] for n in pair.servers)
+
+
+def let_go_on(server: VllmServer) -> None:
+    """Resume it by hand; back once it is paused again."""
+    server.post("/resume")
+    eventually(lambda: server.get("/is_paused")["is_paused"] is True, 5, "it is paused again")
+
+
+def test_an_operators_pause_lasts_through_a_resume_by_hand(
+    pair: Fleet, folders: dict[str, Path], golden: Golden
+) -> None:
+    """And through updates, in both modes, which find it running: no healthy replica becomes DIRTY of it."""
+    pair.publish(folders["A"])
+    with Orders(pair.plane.address, pair.group).paused():
+        let_go_on(pair.servers["a"])
+        for mode, target in (("staged", "B"), ("in_place", "A")):
+            for server in pair.servers.values():
+                server.post("/resume")
+            assert {r.state for r in pair.publish(folders[target], mode=mode).replicas} == {"READY"}
+            assert all(server.unanswered() for server in pair.servers.values())
+    assert all(pair.tokens(n) == golden["A"] for n in pair.servers)
 
 
 def test_a_second_agent_of_a_vllm_is_refused_by_name(

@@ -40,17 +40,8 @@ json shown(const Outcome &outcome) {
             {"transports", transports}};
 }
 
-// The control plane speaks of its calls; whoever runs this has an option.
-std::string told(const Error &error) {
-    const std::string call = "InitTransfer.takeover";
-    std::string text = error.what();
-    if (const auto at = text.find(call); error.reason == "TRAINER_HELD" && at != std::string::npos)
-        text.replace(at, call.size(), "--takeover");
-    return text;
-}
-
 json shown(const Error &error, const std::string &update_id) {
-    json out = {{"committed", false}, {"reason", error.reason}, {"message", told(error)}};
+    json out = {{"committed", false}, {"reason", error.reason}, {"message", error.what()}};
     if (error.exit == Exit::unknown_outcome)
         out["committed"] = nullptr;
     if (!error.member.empty())
@@ -105,7 +96,7 @@ int run(int argc, char **argv) {
         }
         return publish(options, update_id);
     } catch (const Error &e) {
-        std::cerr << "publish_checkpoint: " << e.reason << ": " << told(e) << "\n";
+        std::cerr << "publish_checkpoint: " << e.reason << ": " << e.what() << "\n";
         print(shown(e, update_id));
         return static_cast<int>(e.exit);
     } catch (const std::exception &e) {

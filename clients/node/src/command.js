@@ -89,6 +89,5 @@ export function failWith(error) {
   const code = statusOf(error, reason);
   if (code === EXIT.unreachable) fail(`no control plane answers: ${error.details}`, code);
   const unknown = code === EXIT.unknown ? "the outcome is unknown: " : "";
-  const details = reason === "TRAINER_HELD" ? error.details.replace("InitTransfer.takeover", "--takeover") : error.details;
-  fail(`${unknown}${CODES[error.code]}${reason ? ` (${reason})` : ""}: ${details}`, code);
+  fail(`${unknown}${CODES[error.code]}${reason ? ` (${reason})` : ""}: ${error.details}`, code);
 }

@@ -208,7 +208,7 @@ def _tell(receipt: Any, replicas: list[dict[str, Any]]) -> None:
         )
     else:
         why = receipt.failure.message if receipt.failure else "the update failed"
-        console.print(f"nothing was committed, replicas keep what they serve: {why}", markup=False, soft_wrap=True)
+        console.print(f"nothing was committed: {why}", markup=False, soft_wrap=True)
     rows = [[r["replica_id"], str(r["state"]).lower(), str(r["version"]), str(r["mode"]).lower()] for r in replicas]
     rows += [[rid, "absent", "-", why] for rid, why in receipt.absent.items()]
     table("replicas", ["replica", "weights", "version", "mode"], rows)

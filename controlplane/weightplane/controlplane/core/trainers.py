@@ -113,7 +113,7 @@ def _init_refusal(tx: Tx, e: InitTransfer) -> Failure | None:
     if t is not None and holder_lives(tx) and not e.takeover:
         message = (
             f"trainer {t.trainer_id!r} (generation {t.generation}) holds group {tx.state.group!r}: {_why_held(tx, t)}. "
-            "End that trainer and call again, or fence it with InitTransfer.takeover if it is no longer wanted"
+            "End that trainer and call again, or fence it by a takeover (--takeover) if it is no longer wanted"
         )
         return Failure(Reason.TRAINER_HELD, message)
     return None

@@ -154,27 +154,26 @@ class Attached(Engine):
         """Attach again when vLLM is back. A worker that merely lost its session keeps what it holds."""
         said = ""
         while not self._closed.wait(_LOOK_S):
-            if all(not k.lost for k in self._attached):
-                self._keep_held()
-                continue
+            lost = any(k.lost for k in self._attached)
             try:
-                if self._driver.alive(QUICK_S):
+                if not lost:
+                    self._keep_held()
+                elif not self._driver.alive(QUICK_S):
+                    continue
+                else:
                     self._attach()
-                    said = ""
+                said = ""
             except Exception as e:
                 if str(e) != said:
-                    log.warning("vLLM cannot be attached again yet: %s", e)
+                    what = "be attached again yet" if lost else "be kept still"
+                    log.warning("vLLM cannot %s: %s", what, e)
                     said = str(e)
 
     def _keep_held(self) -> None:
         """What is held between updates stands still, whoever resumes vLLM by hand. (An update looks for itself.)"""
         holders = self._desk.holders
-        if not holders & {"dirty", "operator"} or holders & {"update", "sleep"}:
-            return
-        try:
+        if holders & {"dirty", "operator"} and not holders & {"update", "sleep"}:
             self._desk.restore(QUICK_S)
-        except Exception as e:
-            log.warning("cannot see to it that vLLM stands still for %s: %s", sorted(holders), e)
 
     def _hellos(self) -> list[Hello]:
         return [k.hello for k in self._attached]

@@ -115,10 +115,11 @@ class PauseDesk:
         def work() -> bool:
             with self._cond:
                 holders = sorted(self._holds)
-                if not self._force or self._asleep():
-                    return bool(self._force)
-            if self._driver.is_paused(timeout):
-                return True
+                if not self._force:
+                    return False
+            paused = self._driver.is_paused(timeout)
+            if paused or self._asleep():  # asleep it stands still by itself, and must not be disturbed
+                return paused
             log.warning("vLLM was let go on (/resume by hand?) while %s holds it: paused again", ", ".join(holders))
             have = self._driver.pause_modes
             abort = "dirty" in holders and PauseMode.ABORT in have  # nobody waits for what those weights would say
