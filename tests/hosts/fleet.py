@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -76,7 +77,7 @@ class Hosts:
         return False
 
     def log(self, host: str) -> str:
-        return (self.folder / f"{host}.log").read_text(errors="replace")[-5000:]
+        return (self.folder / f"{host}.log").read_text(errors="replace")[-20000:]
 
     def __enter__(self) -> Hosts:
         at = self.network.address
@@ -128,6 +129,9 @@ class Hosts:
         try:
             found: dict[str, Any] = json.loads(self._said[host].get(timeout=seconds))
         except queue.Empty:
+            before = len(self.log(host))
+            self.processes[host].send_signal(signal.SIGUSR1)
+            eventually(lambda: len(self.log(host)) > before, f"{host} says where it stands", 10)
             raise AssertionError(f"{host} says nothing: {self.log(host)}") from None
         return found
 

@@ -6,8 +6,10 @@ for so many replicas.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -21,6 +23,7 @@ from weightplane.trainer_agent.sources import ModuleSource
 
 
 def main(address: str, rank: str, world: str, transport: str) -> None:
+    faulthandler.register(signal.SIGUSR1)  # whoever waits for it in vain asks where it stands
     torch.set_num_threads(1)
     model = Coded()
     publisher = Publisher(

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from weightplane.controlplane.dial import Dial, PlaintextRefused
+from weightplane.controlplane.grpc_close import close_channels
 from weightplane.controlplane.handshake import trouble
 from weightplane.v1.agent_pb2_grpc import AgentServiceStub
 from weightplane.v1.common_pb2 import Failure as FailureMessage
@@ -109,11 +110,15 @@ def dial(address: str) -> Dial:
         raise typer.BadParameter(f"--address {address}: {error}") from None
 
 
-def open_channel(address: str) -> grpc.Channel:
+@contextmanager
+def open_channel(address: str) -> Iterator[grpc.Channel]:
     """A channel to the control plane; every call carries the token, if there is one."""
     how = dial(address)
     channel = how.channel()
-    return grpc.intercept_channel(channel, _BearerInterceptor(how.metadata[0])) if how.metadata else channel
+    try:
+        yield grpc.intercept_channel(channel, _BearerInterceptor(how.metadata[0])) if how.metadata else channel
+    finally:
+        close_channels([channel])
 
 
 class _BearerInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -161,22 +166,21 @@ def connect(
 
     ``group``: the one that the advice is about. ``changes``: the command asks for a change, not for a look.
     """
-    channel = grpc.intercept_channel(open_channel(address), _AgainInterceptor())
     try:
-        yield Connection(
-            address,
-            FleetServiceStub(channel),
-            WeightTransferServiceStub(channel),
-            AgentServiceStub(channel),
-            timeout,
-        )
+        with open_channel(address) as opened:
+            channel = grpc.intercept_channel(opened, _AgainInterceptor())
+            yield Connection(
+                address,
+                FleetServiceStub(channel),
+                WeightTransferServiceStub(channel),
+                AgentServiceStub(channel),
+                timeout,
+            )
     except grpc.RpcError as error:
         raise typer.Exit(_explain(error, address, as_json, group)) from None
     except KeyboardInterrupt:
         asked = "what was asked for may be carried out all the same; weightplane status shows the fleet as it is"
         interrupted(asked if changes else "nothing was changed", as_json)
-    finally:
-        channel.close()
 
 
 def interrupted(text: str, as_json: bool) -> NoReturn:

@@ -14,6 +14,8 @@ from typing import Any
 
 import grpc
 
+from .grpc_close import close_channels
+
 __all__ = ["RenewingChannel"]
 
 log = logging.getLogger(__name__)
@@ -54,8 +56,7 @@ class RenewingChannel(grpc.Channel):
             self._channel = made
             gone = self._retired[:-_RETIRED]
             del self._retired[:-_RETIRED]
-        for channel in gone:
-            channel.close()
+        close_channels(gone)
         return made
 
     def _stamp(self) -> object:
@@ -93,8 +94,7 @@ class RenewingChannel(grpc.Channel):
         with self._lock:
             self._closed = True
             channels = [self._channel, *self._retired]
-        for channel in channels:
-            channel.close()
+        close_channels(channels)
 
     def __enter__(self) -> RenewingChannel:
         return self

@@ -20,6 +20,7 @@ from weightplane.controlplane.core.events import Report
 from weightplane.controlplane.core.model import SLEEP_TAGS, Held, Stage
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.grpc_close import close_channels
 from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus
 from weightplane.controlplane.names import NAME_RULE, check_labels, check_text, is_name
 from weightplane.transports import grpc_tls
@@ -160,7 +161,7 @@ class InferenceAgent:
         if self._session is not None:
             self._session.stop(reason if leave else "")
         self._end_life(reason)
-        self._channel.close()
+        close_channels([self._channel])
         grpc_tls.withdraw(self.dial)
 
     def wait_live(self, timeout: float = 10.0) -> bool:

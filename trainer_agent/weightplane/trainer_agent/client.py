@@ -11,6 +11,7 @@ import grpc
 
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.grpc_close import close_channels
 from weightplane.controlplane.handshake import trouble
 from weightplane.v1 import agent_pb2_grpc, fleet_pb2_grpc, weight_transfer_pb2_grpc
 
@@ -57,7 +58,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; open calls end as cancelled."""
-        self._channel.close()
+        close_channels([self._channel])
 
 
 def _start_a_thread() -> None:

@@ -25,7 +25,7 @@ from weightplane.controlplane.ports import PortRefused, check_free
 from weightplane.v1.transport_pb2 import TransferOpen, TransferResponse
 
 from .base import ArmToken, ChannelAborted, ChannelSpec, ChannelTimeout, PeerLost, ReceiveChannel, TransportError
-from .grpc_wire import KEY_METADATA, METHOD, SERVICE, Chunk, decode_or_say, reuse_freed_memory
+from .grpc_wire import KEEPALIVE, KEY_METADATA, METHOD, SERVICE, Chunk, decode_or_say, reuse_freed_memory
 from .span_cursor import SpanCursor
 
 __all__ = ["DataPort", "GrpcReceiveChannel"]
@@ -260,7 +260,7 @@ class DataPort:
         self._lock = threading.Lock()
         reuse_freed_memory()
         self._pool = pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="weightplane-data-port")
-        options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.so_reuseport", 0)]
+        options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.so_reuseport", 0), *KEEPALIVE]
         self._server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(
             self._transfer, request_deserializer=decode_or_say, response_serializer=TransferResponse.SerializeToString

@@ -23,6 +23,7 @@ import torch
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.addresses import is_loopback, is_loopback_host
 from weightplane.controlplane.core.plan import Bucket
+from weightplane.controlplane.grpc_close import close_channels
 from weightplane.v1.transport_pb2 import GrpcRendezvous, Rendezvous, TransferOpen, TransferResponse
 
 from .base import (
@@ -39,7 +40,16 @@ from .base import (
 )
 from .grpc_data_port import DataPort, GrpcReceiveChannel
 from .grpc_tls import insecure_allowed, own, sender_credentials, server_credentials, why_not
-from .grpc_wire import CHUNK_BYTES, KEY_METADATA, METHOD, SERVICE, encode_chunk, encode_open, reuse_freed_memory
+from .grpc_wire import (
+    CHUNK_BYTES,
+    KEEPALIVE,
+    KEY_METADATA,
+    METHOD,
+    SERVICE,
+    encode_chunk,
+    encode_open,
+    reuse_freed_memory,
+)
 from .span_cursor import SpanCursor
 
 __all__ = ["GrpcSendChannel", "GrpcTransport"]
@@ -223,8 +233,7 @@ class GrpcSendChannel(SendChannel):
             return
         self._closed = True
         self._end_streams()
-        for channel in self._channels.values():
-            channel.close()
+        close_channels(self._channels.values())
         self._channels.clear()
 
     def method(self, receiver: str) -> grpc.StreamStreamMultiCallable[bytes, TransferResponse]:
@@ -291,7 +300,7 @@ class GrpcSendChannel(SendChannel):
         offer = self.spec.offers[receiver].grpc
         if not offer.address:
             raise TransportError(f"{receiver!r} offers no data port", peers=(receiver,))
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 4 << 20)]
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 4 << 20), *KEEPALIVE]
         if offer.ca_pem:
             return grpc.secure_channel(offer.address, sender_credentials(offer.ca_pem), options=options)
         if not is_loopback(offer.address) and not insecure_allowed():

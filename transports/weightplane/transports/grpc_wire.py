@@ -18,6 +18,7 @@ from .span_cursor import SpanCursor
 
 __all__ = [
     "CHUNK_BYTES",
+    "KEEPALIVE",
     "KEY_METADATA",
     "METHOD",
     "SERVICE",
@@ -35,6 +36,14 @@ KEY_METADATA = "weightplane-channel-key-bin"
 #: Payload of one message. The contract allows up to 2 MiB.
 CHUNK_BYTES = 2 << 20
 _MAX_CHUNK = 2 << 20
+#: A connection whose other host answers neither pings nor bytes is given up after one to two minutes, not after the
+#: kernel's quarter of an hour. Longer than any engine may be busy: updates and leases decide who is lost, not this.
+KEEPALIVE: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 60_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 30_000),  # as a server: the other side's pings are welcome
+)
 _FREED = 24 << 20  # below 32 MiB, above which glibc does not learn from it
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
