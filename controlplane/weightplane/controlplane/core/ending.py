@@ -5,7 +5,8 @@ from __future__ import annotations
 from . import parity
 from .events import ReadBack, StepDown, Stored
 from .evolve import replace
-from .model import Part, Phase, Stage, Update, Weights
+from .model import Liveness, Part, Phase, Stage, Update, Weights
+from .persistent import PersistentMap
 from .reasons import Failure, Reason
 from .tx import Tx
 
@@ -26,7 +27,7 @@ def abort(tx: Tx, u: Update, failure: Failure) -> None:
         if w.what in ("start", "update"):
             tx.reply(w.call_id, failure, u.update_id)
     waiters = tuple(w for w in u.waiters if w.what not in ("start", "update"))
-    parts = dict(u.parts)
+    parts = u.parts
     if not u.frozen:
         parts = {rid: replace(p, quiesced=True) for rid, p in parts.items()}
     u = replace(u, phase=Phase.ABORTING, failure=failure, aborting_until=until, waiters=waiters, parts=parts)
@@ -39,7 +40,8 @@ def abort(tx: Tx, u: Update, failure: Failure) -> None:
 
 def maybe_aborted(tx: Tx, u: Update) -> None:
     """ABORTED once every participant has drained, is dead, or is listed as unquiesced."""
-    if u.phase is Phase.ABORTING and all(p.quiesced or p.gone or p.unquiesced for p in u.parts.values()):
+    everyone = PersistentMap.of(u.parts).newest_first()  # as in ``Update.newest_first``
+    if u.phase is Phase.ABORTING and all(p.quiesced or p.gone or p.unquiesced for p in everyone):
         _close(tx, replace(u, phase=Phase.ABORTED))
 
 
@@ -102,11 +104,15 @@ def maybe_complete(tx: Tx, u: Update) -> None:
     """FinishUpdate answers once every participant flipped, is dirty, or is gone."""
     if u.phase is not Phase.COMMITTED or u.closed:
         return
-    lost = {rid for rid, r in tx.state.replicas.items() if r.liveness.value == "LOST"}
-    for p in u.active():
-        if not (p.stage is Stage.APPLIED or p.dirty or p.gone or p.replica_id in lost):
+    for p in u.newest_first():
+        if not (p.stage is Stage.APPLIED or p.dirty or p.gone or _lost(tx, p.replica_id)):
             return
     _close(tx, u)
+
+
+def _lost(tx: Tx, replica_id: str) -> bool:
+    r = tx.state.replicas.get(replica_id)
+    return r is not None and r.liveness is Liveness.LOST
 
 
 def _close(tx: Tx, u: Update) -> None:

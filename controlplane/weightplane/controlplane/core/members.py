@@ -21,6 +21,7 @@ from .model import (
     Update,
     Weights,
 )
+from .persistent import PersistentMap
 from .reasons import Failure, Reason
 from .trainers import rank_beat
 from .tx import Tx
@@ -446,7 +447,7 @@ def _forgive_our_own_stall(tx: Tx) -> None:
         for rid, r in tx.state.replicas.items()
         if r.liveness is Liveness.LIVE and r.lease_until > last
     }
-    tx.set(replicas={**tx.state.replicas, **alive})
+    tx.set(replicas=PersistentMap.of(tx.state.replicas).put_all(alive))
     t = tx.state.trainer
     if t is not None:
         ranks = {
@@ -457,8 +458,7 @@ def _forgive_our_own_stall(tx: Tx) -> None:
 
 
 def _forget(tx: Tx, r: Replica) -> None:
-    replicas = dict(tx.state.replicas)
-    del replicas[r.replica_id]
+    replicas = PersistentMap.of(tx.state.replicas).without(r.replica_id)
     tx.set(replicas=replicas, roster=tx.state.roster - {r.replica_id})
     tx.write_roster(r.replica_id, "")
     tx.push_trainers()

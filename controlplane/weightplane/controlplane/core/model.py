@@ -6,10 +6,11 @@ table that reads them together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
+from .persistent import PersistentMap
 from .reasons import Failure
 
 __all__ = [
@@ -592,6 +593,11 @@ class Update:
         """Participants that still count."""
         return [p for p in self.parts.values() if not p.excluded]
 
+    def newest_first(self) -> Iterator[Part]:
+        """Participants that still count, those told last first: who asks whether all have got somewhere, after each
+        report, mostly knows at the first of them, since they get there last."""
+        return (p for p in PersistentMap.of(self.parts).newest_first() if not p.excluded)
+
 
 @dataclass(frozen=True)
 class CatchUp:
@@ -657,7 +663,7 @@ class GroupState:
     epoch_began: float = 0.0
     ticked_at: float = -1.0
     sessions: int = 0
-    replicas: Mapping[str, Replica] = field(default_factory=dict)
+    replicas: Mapping[str, Replica] = field(default_factory=lambda: PersistentMap[Replica]())
     roster: frozenset[str] = frozenset()
     trainer: Trainer | None = None
     last_generation: int = 0

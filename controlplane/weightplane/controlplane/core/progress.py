@@ -43,7 +43,7 @@ def live_channels(u: Update) -> list[str]:
 
 def gate_open(u: Update) -> bool:
     """Whether in-place participants may be armed: every staged one has voted and was verified (rule 3)."""
-    return all(p.voted and p.verified for p in u.active() if p.mode is Mode.STAGED)
+    return all(p.voted and p.verified for p in u.newest_first() if p.mode is Mode.STAGED)
 
 
 #: A member's clock of a deadline may run ahead of ours by about this.
@@ -93,7 +93,7 @@ def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held
             starting.maybe_plan(tx, u)
         if new.armed_seq > part.armed_seq:
             maybe_armed(tx, u)
-        if new.stage >= Stage.RECEIVED > part.stage and all(p.stage >= Stage.RECEIVED for p in u.active()):
+        if new.stage >= Stage.RECEIVED > part.stage and all(p.stage >= Stage.RECEIVED for p in u.newest_first()):
             u = tx.put_update(replace(tx.state.open or u, received_at=tx.now))
             maybe_verifying(tx, u)
         if new.voted and not part.voted:
@@ -193,7 +193,7 @@ def maybe_armed(tx: Tx, u: Update) -> None:
         if call.ranks != everyone:
             continue
         channels = {c for c, _, _ in call.ranges}
-        if all(p.armed_seq >= call.seq or channels.isdisjoint(p.channels) for p in u.active()):
+        if all(p.armed_seq >= call.seq or channels.isdisjoint(p.channels) for p in u.newest_first()):
             done.add(call.seq)
     answered = [w for w in u.waiters if w.what == "update" and w.seq in done]
     if not answered:
@@ -210,8 +210,8 @@ def compare_voted(tx: Tx, u: Update, only: str = "") -> None:
     if u.phase not in _BEFORE:
         return
     t = tx.state.trainer
-    for part in u.active():
-        if not part.voted or part.verified or (only and part.replica_id != only):
+    for part in [u.parts[only]] if only else u.active():
+        if not part.voted or part.verified or part.excluded:
             continue
         ranks = range(t.world_size) if t is not None else range(0)
         members = members_by_channel(part)
@@ -265,7 +265,7 @@ def finished(tx: Tx, u: Update) -> bool:
 
 def maybe_verifying(tx: Tx, u: Update) -> None:
     """Once the trainer has finished and every byte is where it should be: verify; then perhaps decide."""
-    if u.phase is Phase.TRANSFERRING and finished(tx, u) and all(p.stage >= Stage.RECEIVED for p in u.active()):
+    if u.phase is Phase.TRANSFERRING and finished(tx, u) and all(p.stage >= Stage.RECEIVED for p in u.newest_first()):
         u = tx.put_update(replace(u, phase=Phase.VERIFYING, verify_at=tx.now))
         tx.push_trainers(u.update_id)
     maybe_decide(tx, u)
@@ -273,8 +273,7 @@ def maybe_verifying(tx: Tx, u: Update) -> None:
 
 def maybe_decide(tx: Tx, u: Update) -> None:
     """Once the trainer has finished and all that remain are prepared and verified: decide."""
-    active = u.active()
-    if u.phase is Phase.VERIFYING and active and all(p.voted and p.verified for p in active):
+    if u.phase is Phase.VERIFYING and all(p.voted and p.verified for p in u.newest_first()) and u.active():
         ending.decide(tx, u)
 
 

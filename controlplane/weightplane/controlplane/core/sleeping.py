@@ -112,7 +112,8 @@ def reported(tx: Tx, r: Replica, e: Report) -> Replica:
     """What a report says of sleep; who waits for the order is answered."""
     if e.sleep_failure is not None and e.sleep_order > r.sleep_done:
         tx.say(f"replica {r.replica_id} gave order {e.sleep_order} to sleep or to wake up: {e.sleep_failure}")
-    r = replace(r, asleep=e.asleep, sleep_done=max(r.sleep_done, e.sleep_order))
+    if r.asleep != e.asleep or e.sleep_order > r.sleep_done:
+        r = replace(r, asleep=e.asleep, sleep_done=max(r.sleep_done, e.sleep_order))
     if not _pending(r) and r.admin in (Admin.ACTIVE, Admin.ASLEEP):
         admin = Admin.ASLEEP if "weights" in r.asleep else Admin.ACTIVE
         if admin is not r.admin:

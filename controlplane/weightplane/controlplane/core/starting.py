@@ -23,6 +23,7 @@ from .model import (
     Waiter,
     Weights,
 )
+from .persistent import PersistentMap
 from .reasons import Failure, Reason
 from .tx import Tx
 
@@ -141,7 +142,7 @@ def begin(tx: Tx, e: StartUpdate) -> None:
         fingerprint=e.fingerprint,
         options=options,
         phase=Phase.PREPARING,
-        parts=parts,
+        parts=PersistentMap(parts),
         absent=tuple(absent),
         channels=tuple(c.channel_id for c in t.channels if c.channel_id in used),
         started_at=tx.now,
@@ -303,8 +304,7 @@ def maybe_plan(tx: Tx, u: Update) -> None:
     t = tx.state.trainer
     if u.phase is not Phase.PREPARING or u.planning or not u.frozen or t is None:
         return
-    told_last_first = reversed(list(u.parts.values()))  # and joining last: most looks end at once
-    if any(p.stage < Stage.JOINED and not p.excluded for p in told_last_first):
+    if any(p.stage < Stage.JOINED for p in u.newest_first()):
         return
     tx.put_update(replace(u, planning=True))
     for c in t.channels:

@@ -8,6 +8,7 @@ from typing import Any
 from .events import Effect, Note, Push, PushTrainers, Reply, Write
 from .evolve import replace
 from .model import GroupState, Part, Replica, Trainer, Update
+from .persistent import PersistentMap
 from .reasons import Failure
 
 __all__ = ["Tx"]
@@ -33,9 +34,7 @@ class Tx:
 
     def put_replica(self, replica: Replica) -> None:
         """Replace one replica."""
-        replicas = dict(self.state.replicas)
-        replicas[replica.replica_id] = replica
-        self.set(replicas=replicas)
+        self.set(replicas=PersistentMap.of(self.state.replicas).put(replica.replica_id, replica))
 
     def put_trainer(self, trainer: Trainer) -> None:
         """Replace the trainer."""
@@ -61,9 +60,7 @@ class Tx:
 
     def put_part(self, update: Update, part: Part) -> Update:
         """Replace one participant of an update."""
-        parts = dict(update.parts)
-        parts[part.replica_id] = part
-        return self.put_update(replace(update, parts=parts))
+        return self.put_update(replace(update, parts=PersistentMap.of(update.parts).put(part.replica_id, part)))
 
     # --- effects ---
 
