@@ -21,8 +21,9 @@ import pytest
 from tests.cases.base import MOVERS, Even, Small, bits, differing, holds, site, soon
 from tests.cases.cases_control import Readers, _Fails, at, breaks, held_up, in_thread, read
 from tests.cases.test_control import ask, fleet_of
-from tests.faults.tcp import Link, Loop
+from tests.faults.tcp import Link
 from tests.inference_agent.process import CONFIG, demo_engine
+from tests.loop import Loop
 from tests.trainer_agent.fleet import fill, hook
 from weightplane.cli.client import connect
 from weightplane.controlplane.core.model import Config

@@ -17,7 +17,8 @@ from typing import Any
 from tests.faults.relay import Relay
 from tests.faults.resources import segments
 from tests.faults.small import SmallDisks
-from tests.faults.tcp import Link, Loop
+from tests.faults.tcp import Link
+from tests.loop import Loop
 from tests.process.harness import GROUP, Fleet, Trainer, eventually
 
 __all__ = ["NAMES", "FaultFleet", "here"]

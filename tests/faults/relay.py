@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tests.faults.tcp import Loop
+from tests.loop import Loop
 
 __all__ = ["KINDS", "Relay", "Rule"]
 

@@ -1,35 +1,15 @@
 """A TCP proxy in front of the control plane, one for each member: delay, black hole, half-closed, cut, at byte level.
 
-All proxies of a test run on one event loop in a thread (``Loop``); what they should do is set from the test's thread.
+All proxies of a test run on one event loop in a thread (``tests/loop.py``); what they should do is set from elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
-__all__ = ["Link", "Loop"]
+from tests.loop import Loop
 
-T = TypeVar("T")
-
-
-class Loop:
-    """An event loop in a thread. A context."""
-
-    def __enter__(self) -> Loop:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-
-    def run(self, work: Coroutine[Any, Any, T], timeout: float = 30.0) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+__all__ = ["Link"]
 
 
 class Link:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from tests.loop import Loop
 from weightplane.controlplane.core.model import Config, GroupState
 from weightplane.controlplane.server.app import Running, ServerConfig, serve
 from weightplane.controlplane.server.security import Security
@@ -25,9 +24,8 @@ class Server:
         self.config, self.security = config, security or Security()
         self.disk = Disk()
         self.address = "127.0.0.1:0"
-        self._loop = asyncio.new_event_loop()
+        self._loop = Loop()
         self._running: Running | None = None
-        threading.Thread(target=self._loop.run_forever, name="test-server", daemon=True).start()
 
     def start(self) -> Server:
         async def up() -> Running:
@@ -45,10 +43,10 @@ class Server:
 
     def close(self) -> None:
         self.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.close()
 
     def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return self._loop.run(work)
 
     @property
     def running(self) -> Running:

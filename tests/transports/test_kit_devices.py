@@ -57,3 +57,14 @@ def test_cases_on_a_gpu_are_marked_and_skipped_without_one(pytester: pytest.Pyte
     ran.assert_outcomes(skipped=2)
     chosen = pytester.runpytest_subprocess("-m", "not gpu", "-p", "no:cacheprovider")
     chosen.assert_outcomes(deselected=2)
+
+
+def test_somebody_elses_parameter_of_the_same_name_stays_theirs(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+    import pytest
+    pytest_plugins = ["weightplane.transports.conformance.plugin"]
+    @pytest.mark.parametrize(("transport_name", "n"), [("mine", 1), ("yours", 2)])
+    def test_it(transport_name, n):
+        assert (transport_name, n) in {("mine", 1), ("yours", 2)}
+    """)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)

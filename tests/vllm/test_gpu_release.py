@@ -6,9 +6,7 @@ looks at weights packed by kernels that its wheel has not got for CPUs.
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.loop import Loop
 from weightplane.controlplane.core.model import PauseMode
 from weightplane.inference_agent.engines.base import EngineError
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
@@ -126,11 +125,9 @@ def driven(request: pytest.FixtureRequest) -> Iterator[tuple[Driver, Any]]:
         llm = Llm()
         yield OfflineDriver(llm), llm
         return
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
     later = AsyncLlm()
-    yield AsyncDriver(later, loop), later
-    loop.call_soon_threadsafe(loop.stop)
+    with Loop() as made:
+        yield AsyncDriver(later, made.loop), later
 
 
 def test_the_drivers_call_what_the_release_has(driven: tuple[Driver, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.inference_agent.server import eventually
+from tests.loop import Loop
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
@@ -547,14 +548,9 @@ def driven(request: pytest.FixtureRequest, two: list[Instance]) -> Iterator[tupl
         yield OfflineDriver(llm), llm
     else:
         importlib.import_module("vllm.distributed.weight_transfer.base")  # slow, and not what is measured
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, daemon=True)
-        thread.start()
         async_llm = AsyncLlm()
-        yield AsyncDriver(async_llm, loop), async_llm
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
-        loop.close()
+        with Loop() as made:
+            yield AsyncDriver(async_llm, made.loop), async_llm
 
 
 def test_an_update_that_somebody_left_open_does_not_wedge_vllm(driven: tuple[Driver, Any]) -> None:

@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each case for the module's transport, or for those of the command line."""
-    if "transport_name" in metafunc.fixturenames:
+    if "transport_name" in metafunc.fixturenames and not _has_its_own(metafunc):
         named = getattr(metafunc.module, "TRANSPORT", None)
         names = [named] if named else metafunc.config.getoption("--transport", default=[]) or []
         metafunc.parametrize("transport_name", names, scope="session")
@@ -56,6 +56,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if devices:  # else the ids stay without it
             marked = [pytest.param(d, marks=pytest.mark.gpu if d.startswith("cuda") else ()) for d in devices]
             metafunc.parametrize("member_device", marked, scope="session")
+
+
+def _has_its_own(metafunc: pytest.Metafunc) -> bool:
+    """Whether a test is none of ours, and has ``transport_name`` for a parameter."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    names = [n for m in marks for n in (m.args[0].split(",") if isinstance(m.args[0], str) else m.args[0])]
+    return "transport_name" in [n.strip() for n in names]
 
 
 @pytest.fixture(scope="session")
