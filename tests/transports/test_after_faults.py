@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from weightplane.transports import ucx_agent
-from weightplane.transports.conformance.cases_faults import broken, ended, heal, unharmed
+from weightplane.transports.conformance.cases_faults import abort, broken, ended, heal, unharmed
 from weightplane.transports.conformance.harness import Fleet, NotHere, Pool
 
 pytestmark = pytest.mark.timeout(300)
@@ -150,9 +150,7 @@ def _fault(fleet: Callable[..., Fleet], victim: str, action: str, allowed: Mappi
             error = ended(moves, member, event["at"] + 1, {"PeerLost"})
             assert victim in error.peers
             continue
-        since = time.monotonic()
-        f.peers[member].call("abort", 5, channel=f.channel, reason="the coordinator says so")
-        ended(moves, member, since, {"ChannelAborted", "PeerLost"})
+        abort(f, moves, victim, member, "the coordinator says so")
     heal(f, victim)
     f.update(4)
     assert not (grown := _settled(f, baseline, allowed)), grown
