@@ -380,6 +380,22 @@ def test_rule_8_a_pause_outlives_a_restart_of_the_coordinator_and_a_resume_befor
         assert ("operator" in dict(g.desired("r0").pauses)) is not resumed
 
 
+@pytest.mark.parametrize("when", ["while it is silent", "while it is lost", "never"])
+def test_rule_8_a_resume_counts_for_a_life_that_finds_the_pause_with_its_engine(when: str) -> None:
+    """vLLM stands still for the operator through the death of its agent; the next one tells of that pause at first."""
+    g = Group().fleet().publish()
+    g.call(events.SetPause, replica_ids=("r0",), holder="operator", on=True)
+    g.report("r0", pause_holders=("operator",))
+    if when == "while it is lost":
+        g.sleep(60, beats=False)
+        assert g.s.replicas["r0"].liveness is Liveness.LOST
+    if when != "never":
+        g.call(events.SetPause, replica_ids=("r0",), holder="operator", on=False)
+    g.hello("r0", "r0#2")
+    g.report("r0", pause_holders=("operator",))
+    assert ("operator" in dict(g.desired("r0").pauses)) is (when == "never")
+
+
 # --- rule 9 ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,65 @@ def test_nobody_is_named_where_all_have_got_equally_far() -> None:
     g.sleep(9.5)
     failure = ended(g).failure
     assert failure is not None and failure.reason is Reason.DEADLINE and failure.member == ""
+
+
+def due(replicas: int, nbytes: int = 8) -> Group:
+    """An update in which every replica is to get so many bytes."""
+    g = Group(replicas=replicas).fleet().to(Phase.TRANSFERRING, update_timeout_s=10.0)
+    u = g.s.open
+    assert u is not None
+    bytes_for = {f"{name}/0": nbytes for name in u.parts}
+    plans = {c: replace(p, bytes_for=bytes_for) for c, p in u.plans.items()}
+    g.s = replace(g.s, open=replace(u, plans=dict(list(plans.items())[:1])))
+    return g
+
+
+def armed(g: Group, **received: int) -> None:
+    for name, nbytes in received.items():
+        g.report(name, update_id="u1", stage=Stage.ARMED, armed_seq=1, bytes_received=nbytes)
+
+
+@pytest.mark.parametrize("first", ["coordinator", "replica"])
+def test_a_trainer_that_sends_nothing_more_is_named_beside_the_replica_that_waited(first: str) -> None:
+    """A C++ trainer was stopped: its connection, and so its lease, lives on. It cannot
+    be told from a receiver that takes nothing. Also where the replica's clock says first that time is up."""
+    g = due(1)
+    armed(g, r0=4)
+    u = g.s.open
+    assert u is not None
+    if first == "replica":
+        g.sleep(u.prepare_deadline - g.now - 0.05)
+        g.say(Stage.FAILED, "r0", failure=UP)
+    else:
+        g.sleep(9.5)
+    failure = ended(g).failure
+    assert failure is not None and failure.reason is Reason.DEADLINE and failure.member == "r0", failure
+    stage = "FAILED" if first == "replica" else "ARMED"
+    assert f"waited for replicas r0 ({stage}); r0 is furthest behind, with 4 bytes;" in failure.message, failure
+    assert failure.message.endswith("; trainer ranks [0] did not finish sending to them"), failure
+    assert g.s.replicas["r0"].failures_in_a_row == 0
+
+
+def test_who_is_behind_others_is_named_beside_the_ranks_that_did_not_finish() -> None:
+    g = due(2)
+    armed(g, r0=8, r1=4)
+    g.sleep(9.5)
+    failure = ended(g).failure
+    assert failure is not None and failure.member == "r1", failure
+    assert "r1 is furthest behind, with 4 bytes; trainer ranks [0] did not finish" in failure.message
+
+
+@pytest.mark.parametrize("what", ["not armed", "all came", "finished"])
+def test_a_replica_alone_is_named_for_what_no_trainer_does(what: str) -> None:
+    g = due(1)
+    if what == "finished":
+        g.finish()
+    if what != "not armed":
+        armed(g, r0=4 if what == "finished" else 8)
+    g.sleep(9.5)
+    failure = ended(g).failure
+    assert failure is not None and failure.member == "r0" and "r0 is furthest behind" in failure.message, failure
+    assert "did not finish sending" not in failure.message
 
 
 def first_to_say_so() -> Group:

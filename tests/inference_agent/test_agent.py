@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -33,7 +34,7 @@ from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.inference_agent.operations import Operations
 from weightplane.inference_agent.receipts import Sink
 from weightplane.inference_agent.session import SessionStatus
-from weightplane.transports.base import TransportError
+from weightplane.transports.base import ChannelTimeout, PeerLost, TransportError
 from weightplane.transports.dtypes import as_bytes
 from weightplane.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc
 from weightplane.v1 import weight_transfer_pb2 as wt
@@ -286,6 +287,37 @@ def test_a_failing_apply_after_the_decision_leaves_it_committed_and_this_one_dir
     assert pair.engine.mixed() and pair.engine.held() == (NONE_HELD,)
     failpoints.set_hook(None)
     assert state_of(pair.publish(3).outcomes[0]) == "READY" and pair.content() == {3.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PeerLost("'rank/0' is gone", peers=["rank/0"]), True),
+        (ChannelTimeout("bucket 3 did not come", peers=["rank/0"]), True),
+        (TransportError("no room for bucket 3", peers=["rank/0"]), True),
+        (KeyError("rank/0"), False),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_trainers_death_is_one_line_in_the_log_and_a_fault_of_ours_a_traceback(
+    plane: Server,
+    stack: ExitStack,
+    fail_at: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    expected: bool,
+) -> None:
+    def fail() -> None:
+        raise error
+
+    pair = Pair(stack, plane)
+    fail_at("replica.prepare.before", fail)
+    with pytest.raises(grpc.RpcError):
+        pair.publish(1)
+    (record,) = [r for r in caplog.records if r.levelname == "ERROR" and r.name == "weightplane.inference_agent"]
+    text = logging.Formatter().format(record)
+    assert ("Traceback" not in text and "\n" not in text) is expected, text
+    assert type(error).__name__ in text and "rank/0" in text and "update " in text
 
 
 def test_a_transport_that_ignores_its_abort_is_left_behind_with_its_memory(

@@ -128,6 +128,18 @@ def test_T56_refusals_count_name_five_and_suggest_the_nearest() -> None:
     assert "And 8 more" in failure.message
 
 
+def test_a_refusal_of_many_long_names_says_the_first_few_and_how_many_more_in_what_has_room() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    long = [f"base_model.model.layers.{i}.self_attention.query_key_value.{'x' * 150}" for i in range(130)]
+    more = [TensorMeta(name, "float32", (4,)) for name in long]
+    wrong = Manifest.of([TensorMeta("weight", "float32", (3, 2)), *more])
+    failure = TorchModuleEngine(module).describe(wrong, ["r/0"]).failure("r")
+    assert failure is not None and failure.tensor_count == 131 and len(failure.message.encode()) <= 1024
+    shown = sum(repr(name) in failure.message for name in ("weight", *long))
+    assert "130 extra, 1 mis-shaped" in failure.message and "'weight'" in failure.message and shown >= 2
+    assert failure.message.endswith(f" And {131 - shown} more.")
+
+
 def test_T12_T49_equal_element_counts_do_not_excuse_a_shape() -> None:
     module = nn.Linear(4, 6, bias=False)
     for shape in ((4, 6), (24,), (6, 4, 1), (5, 4)):

@@ -65,6 +65,25 @@ WRONG: list[tuple[str, Any, str, str]] = [
 ]
 
 
+@pytest.mark.parametrize("page", ["vllm.md", "parity.md"])
+def test_the_commands_of_the_docs_are_as_is_declared_by_default(page: str) -> None:
+    """Of what vLLM does otherwise if it is not told: the audit would name it, and the flag that is missing."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    command = next(b for b in text.split("```") if "vllm.entrypoints.openai.api_server" in b)
+    stock = replace(
+        GOOD,
+        logprobs_mode="raw_logprobs",
+        sampling_defaults={"temperature": 0.6},
+        generation_config="auto",
+        async_scheduling=True,
+        head_dtype="bfloat16",
+    )
+    missing = {c.type: c.setting for c in audit(stock, Declared()) if c.status == "False"}
+    assert set(missing) == {"LogprobsMode", "SamplingDefaults", "AsyncScheduling", "HeadDtype"}
+    assert not {kind: flag for kind, flag in missing.items() if flag not in command}, command
+    assert "--host 127.0.0.1" in command, "its endpoints have no authentication"
+
+
 def test_what_is_as_declared_is_found_so() -> None:
     for found, declared in ((GOOD, DECLARED), (GOOD_STRICT, STRICT)):
         assert {c.status for c in audit(found, declared)} == {"True"}

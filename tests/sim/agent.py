@@ -103,14 +103,21 @@ class Agent:
     # --- life ---
 
     def boot(self) -> None:
-        """A new life of the agent. It reads from the workers what they hold, fences a mix, lets go of old pauses."""
+        """A new life of the agent. It reads from the workers what they hold, fences a mix, lets go of old pauses
+        (but of those by order)."""
         self.life += 1
         self.alive, self.stopped, self.helper_stopped = True, False, False
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.engine_life = self.engine.life
         self.incarnation = f"{self.rid}#{self.life}"
+        ordered = frozenset(self.engine.paused & {"operator", "trainer"})
         self.state = replica.ReplicaState(
-            self.rid, self.incarnation, workers=self.engine.workers, asleep=self.engine.asleep
+            self.rid,
+            self.incarnation,
+            workers=self.engine.workers,
+            asleep=self.engine.asleep,
+            paused=ordered,
+            wanted=tuple((holder, PauseMode.KEEP) for holder in sorted(ordered)),
         )
         self.engine.unseen = False
         self.sleeping_until = 0.0
@@ -122,7 +129,7 @@ class Agent:
         self.progress = 0
         self.wrote = False  # bytes of the update that is being taken reached live memory
         self.copies.lose()
-        self.engine.paused = {"dirty"} if self.engine.mixed else set()
+        self.engine.paused = set(ordered) | ({"dirty"} if self.engine.mixed else set())
         self.engine.paused |= {"sleep"} if self.engine.asleep else set()
         self.world.judge.life_began(self)
         self.world.say(self.rid, f"boots as {self.incarnation}, engine life {self.engine.life}")

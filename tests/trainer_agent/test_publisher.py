@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -117,6 +118,18 @@ def test_whether_an_update_was_opened_is_known_once_a_publish_is_over(f: Fleet) 
     served = publisher.publish_async(2)
     served.result(30)
     assert served.opened
+
+
+@pytest.mark.parametrize("cut", [160, 512])
+def test_a_failure_that_was_cut_elsewhere_is_told_once_and_as_long_as_it_is_known(cut: int) -> None:
+    """The control plane keeps less of a long text beside each replica than in its answer; or more, of a large fleet."""
+    whole = Failure(Reason.MANIFEST_MISMATCH, "the engine does not have " + ", ".join(map(str, range(200))), "a")
+    part = replace(whole, message=whole.message[: cut - 3] + "...")
+    other = replace(part, message="it has " + part.message, member="b")
+    for one, two in ((whole, part), (part, whole)):
+        error = UpdateFailed(one, {"a": two, "b": other}, update_id="u", version=1)
+        assert str(error) == f"update u (version 1) failed: {whole}; {other}", str(error)
+        assert error.failures == {"a": whole, "b": other} and error.failure == whole
 
 
 def test_every_failure_of_an_update_is_told_alike() -> None:

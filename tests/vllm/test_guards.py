@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.inference_agent.server import eventually
+from tests.inference_agent.server import eventually, server
 from tests.loop import Loop
+from tests.vllm.orders import Orders
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.model import CachePolicy, Mode, PauseMode
+from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.async_llm import AsyncDriver
@@ -65,7 +67,7 @@ class Worker:
             self.on_state(wire.State(mixed=m["lost"], asleep=tuple(m["asleep"])))
         if what == "take":
             return {"freed": self.freed.wait(10)}
-        return {"known": True}
+        return {"known": True, "offers": [], "why": {}}
 
 
 def hello(token: str, **changes: Any) -> wire.Hello:
@@ -189,6 +191,66 @@ def test_a_pause_by_hand_is_told_from_a_sleep(monkeypatch: pytest.MonkeyPatch) -
         driver.paused = False
         with pytest.raises(EngineError, match=r"asleep.*POST /wake_up"):
             e.prepare("u")
+
+
+class LeftBehind(Pretended):
+    """Paused, and its worker says who of an agent before held it."""
+
+    def __init__(self, *paused_by: str, mixed: str = "") -> None:
+        super().__init__()
+        self.paused = True
+        self._state = wire.State(paused_by=paused_by, mixed=mixed)
+
+    def initialise(self, infos: Sequence[Mapping[str, Any]], timeout: float) -> None:
+        for info in infos:
+            self.workers.append(Worker())
+            said = hello(info["token"], state=self._state)
+            WorkerSession(self.workers[-1], info["socket"], said).start()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("holder", ["operator", "trainer"])
+def test_a_pause_by_order_outlives_the_agent_that_carried_it_out(holder: str) -> None:
+    """Who comes after a killed agent keeps it, without a moment of generation, and ends it like one of its own."""
+    driver = LeftBehind(holder, "update")
+    with engine(driver) as e:
+        assert e.holders() == {holder} and e.wait_paused(holder, 5)
+        assert driver.paused and "resume" not in driver.calls
+        e.resume(holder)
+        assert not driver.paused and driver.calls[-1] == "resume"
+
+
+def test_an_updates_pause_ends_with_the_agent_that_took_it() -> None:
+    driver = LeftBehind("update")
+    with engine(driver) as e:
+        assert not e.holders() and not driver.paused and driver.calls == ["resume"]
+
+
+def test_a_pause_by_order_waits_for_the_control_plane_though_the_weights_are_a_mix() -> None:
+    """Before its first word the agent finds out that the weights are DIRTY: that fence is beside the pause."""
+    driver = LeftBehind("operator", mixed="it was being applied")
+    with engine(driver) as e, server() as plane:
+        agent = InferenceAgent("127.0.0.1:1", "g", "r", e, transports=["grpc"], heartbeat=False)
+        try:
+            agent.start()
+            eventually(lambda: "dirty" in agent.status().pause_holders, 5, "it is fenced")
+            assert agent.status().pause_holders == {"dirty", "operator"}
+        finally:
+            agent.stop()
+        assert "resume" not in driver.calls
+
+        def told() -> tuple[str, ...]:
+            r = plane.state().replicas.get("r")
+            return r.pause_holders if r is not None else ()
+
+        agent = InferenceAgent(plane.address, "g", "r", e, transports=["grpc"])
+        try:
+            agent.start()
+            eventually(lambda: told() == ("dirty", "operator"), 10, "it is told of")
+            with Orders(plane.address, "g", "r").paused():
+                pass
+            eventually(lambda: agent.status().pause_holders == {"dirty"}, 10, "its end is heeded")
+        finally:
+            agent.stop()
 
 
 def test_a_vllm_that_does_not_answer_is_named_with_what_it_said() -> None:

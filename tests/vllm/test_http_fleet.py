@@ -279,6 +279,26 @@ def test_a_new_agent_finds_what_the_workers_hold(pair: Fleet, folders: dict[str,
     assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
 
 
+def test_a_new_agent_keeps_the_operators_pause(pair: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    """From the death of the old one to the control plane's word to the new one, and after it: it never runs."""
+    pair.publish(folders["A"])
+    seen: list[bool] = []
+    with Orders(pair.plane.address, pair.group).paused():
+        pair.agents["a"].process.kill()
+        pair.agents["a"].process.wait(10)
+        first = pair.replica("a").incarnation
+        pair.agent("a")
+
+        def there() -> bool:
+            seen.append(pair.servers["a"].get("/is_paused")["is_paused"])
+            return pair.there("a") and pair.replica("a").incarnation != first
+
+        eventually(there, 30, pair.log("a"))
+        assert all(seen) and pair.servers["a"].unanswered()
+        assert "vLLM stands still for operator" in pair.log("a") and "it goes on" not in pair.log("a")
+    assert pair.tokens("a") == golden["A"]
+
+
 def test_an_engine_that_restarts_behind_its_agent_is_joining(
     pair: Fleet, folders: dict[str, Path], golden: Golden
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from weightplane.controlplane import failpoints
+from weightplane.inference_agent.engines.mismatch import ProblemKind
 
 from .models import make_model
 from .real_model import DEVICE, Broken, RealModel, given, real_model
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm sets up .venv-vllm for it"
 )
 Q, K = (f"model.layers.1.self_attn.{p}_proj.weight" for p in "qk")
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 Named = dict[str, torch.Tensor]
 
@@ -67,6 +69,17 @@ def test_a_survey_leaves_the_model_as_it_was(real: RealModel, a: Named, b: Named
     before = real.tensors()
     assert real.survey(b).taken == set(b)
     assert real.tensors() == before and not real.half_loaded() and not real.differs(a)
+
+
+@pytest.mark.parametrize("name", [K, NORM, EMBEDDING])
+def test_what_a_cast_would_silently_lose_is_refused_by_name(real: RealModel, b: Named, name: str) -> None:
+    """Before the first byte. Between the types that models are trained and served in a cast is meant."""
+    for dtype in (torch.float64, torch.int64, torch.int8, torch.bool):
+        found = real.survey({**b, name: b[name].to(dtype)})
+        ((kind, named, text),) = found.problems
+        assert (kind, named) == (ProblemKind.DTYPE, name) and str(dtype) in text and "torch.float32" in text, text
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert not real.survey({**b, name: b[name].to(dtype)}).problems
 
 
 def test_after_a_failure_the_live_tensors_are_back(real: RealModel, a: Named, b: Named) -> None:

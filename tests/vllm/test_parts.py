@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, Label
 from weightplane.inference_agent.engines.vllm.http import HttpDriver
+from weightplane.inference_agent.engines.vllm.leftovers import sweep
 from weightplane.inference_agent.engines.vllm.links import Listener, WorkerLink
 from weightplane.inference_agent.engines.vllm.pausing import PauseDesk
 from weightplane.inference_agent.vllm_plugin import wire
@@ -282,6 +286,64 @@ def test_a_session_asks_aborts_and_ends() -> None:
         link.call("greet", 5)
     assert worker.gone.wait(5)
     listener.close()
+
+
+def test_what_killed_agents_left_is_removed_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the next agent that starts. A bound socket counts as in use before it listens, and nobody is disturbed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def left(name: str, *, bound: bool = False, more: str = "") -> socket.socket:
+        (tmp_path / name).mkdir(0o700)
+        s = socket.socket(socket.AF_UNIX)
+        s.bind(str(tmp_path / name / "agent.sock"))
+        if not bound:
+            s.close()
+        if more:
+            (tmp_path / name / more).touch()
+        return s
+
+    keep = {"weightplane-starting", "weightplane-demo-abcdefgh", "weightplane-keepnote", "weightplane-nosocket"}
+    keep |= {"weightplane-plainfil", "weightplane-linkedto", "other-abcdefgh", "elsewhere"}
+    starting = left("weightplane-starting", bound=True)
+    left("weightplane-keepnote", more="note")
+    for name in ("weightplane-demo-abcdefgh", "other-abcdefgh", "elsewhere"):
+        left(name)
+    (tmp_path / "weightplane-nosocket").mkdir()
+    (tmp_path / "weightplane-plainfil").mkdir()
+    (tmp_path / "weightplane-plainfil" / "agent.sock").touch()
+    (tmp_path / "weightplane-linkedto").symlink_to("elsewhere")
+    dead = {"weightplane-ab_cd123", "weightplane-zzzzzzzz"}
+    for name in dead:
+        left(name)
+    first, links, _ = met("secret")
+    assert {p.name for p in tmp_path.iterdir()} == keep | {first.folder.name}
+    assert (tmp_path / "elsewhere" / "agent.sock").exists()
+    named = Listener(str(tmp_path / "elsewhere"), lambda *_: None)
+    left("elsewhere/weightplane-zzzzzzzz")
+    again = Listener(str(tmp_path / "elsewhere"), lambda *_: None)
+    assert (tmp_path / "elsewhere" / "weightplane-zzzzzzzz").exists(), "another machine's, perhaps"
+    second, _, _ = met("other")
+    session = WorkerSession(Pretend(), first.path, hello("secret")).start()  # type: ignore[arg-type]
+    eventually(lambda: links, 5, "the first one is reached all the same")
+    session.stop()
+    starting.close()
+    for listener in (first, second, named, again):
+        listener.close()
+
+
+def test_another_users_leftovers_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("weightplane-living00", "weightplane-zzzzzzzz"):
+        (tmp_path / name).mkdir()
+    with socket.socket(socket.AF_UNIX) as living, socket.socket(socket.AF_UNIX) as dead:
+        living.bind(str(tmp_path / "weightplane-living00" / "agent.sock"))
+        dead.bind(str(tmp_path / "weightplane-zzzzzzzz" / "agent.sock"))
+        dead.close()
+        me = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+        assert sweep(tmp_path, tmp_path / "weightplane-living00") == []
+        monkeypatch.undo()
+        assert sweep(tmp_path, tmp_path / "weightplane-zzzzzzzz") == [], "a system that does not tell them apart"
+        assert sweep(tmp_path, tmp_path / "weightplane-living00") == ["weightplane-zzzzzzzz"]
 
 
 class Answered(Future[Any]):

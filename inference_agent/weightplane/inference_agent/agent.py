@@ -17,7 +17,7 @@ from typing import Any
 
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.events import Report
-from weightplane.controlplane.core.model import SLEEP_TAGS, Held, Stage
+from weightplane.controlplane.core.model import SLEEP_TAGS, Held, PauseMode, Stage
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.grpc_close import close_channels
@@ -209,11 +209,13 @@ class InferenceAgent:
         engine.resume("update")
         engine.bind(incarnation)
         self._life = engine.life
+        ordered = engine.holders() - {"dirty", "sleep"}  # they hold until the control plane says otherwise
         self._state = core.ReplicaState(
             self.replica_id,
             incarnation,
             len(engine.workers),
-            paused=engine.holders() - {"dirty", "sleep"},
+            paused=ordered,
+            wanted=tuple((holder, PauseMode.KEEP) for holder in sorted(ordered)),
             asleep=tuple(t for t in SLEEP_TAGS if t in engine.asleep()),
             retained=copy.says if self._retain is not None and (copy := self._retain.get()) is not None else None,
         )

@@ -19,7 +19,7 @@ from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import SLEEP_TAGS, Evidence, Held, SleepOrder, Timings, Verify
 from weightplane.controlplane.core.plan import Plan
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.transports.base import PeerLost, Transport
+from weightplane.transports.base import PeerLost, Transport, TransportError
 from weightplane.transports.retained import Piece, Retainer
 from weightplane.transports.serving import Order
 from weightplane.v1 import update_pb2
@@ -31,7 +31,7 @@ from .keeping import Keeping, live_pieces
 from .pauses import Pauses
 from .placing import Placing
 from .receipts import Ledger, RegionMemory, Sink, WorkerPlan, receipt_pages
-from .rpc import Abandoned, AgentCalls
+from .rpc import Abandoned, AgentCalls, CallFailed
 from .threads import WorkThread, detached
 from .transfer import Channels, LocalWorker, Transfer, Worker
 
@@ -241,7 +241,7 @@ class Operations:
 
     def _failed(self, t: Transfer, error: BaseException, doing: str, applying: bool) -> None:
         failure = failure_of(error, self._replica_id, doing)
-        expected = isinstance(error, Refusal)
+        expected = isinstance(error, Refusal | CallFailed | TransportError)  # they say what and who
         log.error("update %s: %s", t.update_id, failure, exc_info=None if expected else error, extra=t.extra)
         if applying:
             try:

@@ -87,6 +87,10 @@ class UpdateFailed(PublishError):
         version: int = 0,
     ) -> None:
         self.failures: dict[str, Failure] = dict(failures or {})
+        again = [m for m, f in self.failures.items() if _says_the_same(f, failure)]
+        longest = max([failure.message, *(self.failures[m].message for m in again)], key=len)
+        failure = replace(failure, message=longest)
+        self.failures |= {m: replace(self.failures[m], message=longest) for m in again}
         if failure.member and failure.member.rpartition("/")[0] not in self.failures:  # a worker of one named already
             self.failures.setdefault(failure.member, failure)
         super().__init__(failure)
@@ -105,6 +109,14 @@ class UpdateFailed(PublishError):
             f"; and {len(others) - 5} more" if len(others) > 5 else ""
         )
         return f"{what}: {self.failure}{more}"
+
+
+def _says_the_same(a: Failure, b: Failure) -> bool:
+    """Whether two records are of one failure: a longer text is cut here and there, to different lengths."""
+    if a.message == b.message:
+        return True
+    short, long = sorted((a.message, b.message), key=len)
+    return a.reason is b.reason and short.endswith("...") and long.startswith(short.removesuffix("..."))
 
 
 class UpdateRefused(UpdateFailed):

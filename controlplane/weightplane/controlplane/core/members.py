@@ -46,6 +46,8 @@ _WEIGHTS_JOINS = {
     Weights.PENDING: False,
 }
 
+_ORDERED = frozenset({"operator", "trainer"})  # whose pauses we order
+
 
 def may_join(r: Replica, now: float, full: bool = True) -> str:
     """Why ``r`` may not join an update now; empty if it may."""
@@ -165,6 +167,8 @@ def _life_over(tx: Tx, r: Replica, reason: Reason, why: str) -> None:
         asked="",
         draining="",
         reported=False,
+        # Who lets go with nobody there to be told must not find the pause again in the next life's first report.
+        resumed=_ORDERED - r.pauses_wanted.keys() if r.reported else r.resumed,
         weights=Weights.JOINING,
         held=NONE_HELD,
         placements={},
@@ -332,7 +336,7 @@ def report(tx: Tx, e: Report) -> None:
 
 def _adopt_pauses(r: Replica, e: Report) -> Replica:
     """We may have restarted: a pause is its holder's to remove, and the replica remembers it."""
-    kept = {h: PauseMode.KEEP for h in e.pause_holders if h in ("operator", "trainer") and h not in r.resumed}
+    kept = {h: PauseMode.KEEP for h in e.pause_holders if h in _ORDERED and h not in r.resumed}
     return replace(r, pauses_wanted={**kept, **r.pauses_wanted})
 
 

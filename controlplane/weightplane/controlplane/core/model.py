@@ -310,7 +310,7 @@ class Timings:
 @dataclass(frozen=True)
 class Replica:
     """One replica as known: who it is, its three states, and what it last reported. ``resumed``: pause holders that let
-    go before its first report to us, which must not bring their pauses back. ``draining``: an aborted update that
+    go before this life's first report, which must not bring their pauses back. ``draining``: an aborted update that
     it did not drain in time; until it has, it joins no other. ``sleep``: the last order of this life; ``asleep``:
     what it says is released, ``sleep_done`` the order up to which it obeyed. ``catch_up_refusal``: why it was not
     caught up when that was tried last, ``catch_ups_failed`` times in a row; not again before ``catch_up_after``.

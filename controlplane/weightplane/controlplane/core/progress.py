@@ -326,8 +326,9 @@ def tick(tx: Tx) -> None:
         return
     t = tx.state.trainer
     last = _last(u)
-    if not over and t is not None and all(p.voted for p in u.active()):
-        ranks = sorted(set(range(t.world_size)) - u.finished_ranks)
+    ranks = sorted(set(range(t.world_size)) - u.finished_ranks) if t is not None else []
+    sending = bool(ranks) and any(_short(u, p) for p in u.active())
+    if ranks and all(p.voted for p in u.active()):
         who = f"trainer ranks {ranks}, which did not finish"
     else:
         who = _waited_for(u) or "the trainer"
@@ -337,8 +338,20 @@ def tick(tx: Tx) -> None:
     message = f"the prepare deadline passed in {u.phase}; waited for {who}"
     if last is not None:
         message += f"; {last.replica_id} is furthest behind, with {last.bytes_received} bytes"
+    if sending:  # whether those take nothing or these send nothing cannot be told from here
+        message += f"; trainer ranks {ranks} did not finish sending to them"
     member = last.replica_id if last is not None else ""
     ending.abort(tx, tx.state.open or u, Failure(Reason.DEADLINE, message, member, u.phase.value))
+
+
+def _due(u: Update, p: Part) -> int:
+    """Bytes that are to come to a participant."""
+    return sum(n for s in u.plans.values() for m, n in s.bytes_for.items() if m.rpartition("/")[0] == p.replica_id)
+
+
+def _short(u: Update, p: Part) -> bool:
+    """Whether a participant was ready to receive, and not everything came. (It may have given up by its own clock.)"""
+    return p.armed_seq > 0 and not p.voted and p.bytes_received < _due(u, p)
 
 
 def _last(u: Update) -> Part | None:
@@ -346,8 +359,7 @@ def _last(u: Update) -> Part | None:
     it. When the sender is what they wait for, all have got equally far."""
 
     def far(p: Part) -> tuple[int, float]:
-        due = [n for s in u.plans.values() for m, n in s.bytes_for.items() if m.rpartition("/")[0] == p.replica_id]
-        return p.stage, p.bytes_received / max(sum(due), 1)
+        return p.stage, p.bytes_received / max(_due(u, p), 1)
 
     late = sorted((*far(p), p.replica_id) for p in u.active() if not p.voted)
     if not late or (len(late) > 1 and late[0][:2] == late[1][:2]):

@@ -13,6 +13,7 @@ from weightplane.controlplane.core.reasons import Failure, Reason
 __all__ = ["Description", "Problem", "ProblemKind", "nearest", "plain_name"]
 
 _SHOWN = 5
+_MOST_TEXT = 960  # bytes: a refused call's details have room for 1024
 _CANDIDATES = 500
 #: What training libraries wrap names in.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module.", "model.")
@@ -53,17 +54,22 @@ class Description:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def failure(self, member: str) -> Failure | None:
-        """The refusal (MANIFEST_MISMATCH), counted by kind with the first five of each; ``None`` if all fits."""
+        """The refusal (MANIFEST_MISMATCH), counted by kind with up to five of each, in turn, as many as there is room
+        for in what a trainer is told, and how many more there are. ``None`` if all fits."""
         if not self.problems:
             return None
         counts = {k: [p for p in self.problems if p.kind is k] for k in ProblemKind}
         head = ", ".join(f"{len(ps)} {k.value}" for k, ps in counts.items() if ps)
-        lines = [p.text for ps in counts.values() for p in ps[:_SHOWN]]
-        names = tuple(dict.fromkeys(p.name for ps in counts.values() for p in ps[:_SHOWN]))
-        message = f"the manifest does not fit the engine: {head}. {'. '.join(lines)}."
-        more = len(self.problems) - len(lines)
-        if more:
-            message += f" And {more} more."
+        in_turn = [ps[i] for i in range(_SHOWN) for ps in counts.values() if i < len(ps)]
+        message, left = f"the manifest does not fit the engine: {head}.", len(self.problems)
+        for p in in_turn:
+            more = f" {p.text}."
+            if left < len(self.problems) and len((message + more).encode()) > _MOST_TEXT:
+                break
+            message, left = message + more, left - 1
+        if left:
+            message += f" And {left} more."
+        names = tuple(dict.fromkeys(p.name for p in in_turn))
         total = len({p.name for p in self.problems})
         return Failure(Reason.MANIFEST_MISMATCH, message, member, tensors=names[:_SHOWN], tensor_count=total)
 

@@ -123,6 +123,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.current = self.failing = ""
         self.given: dict[int, str] = {}
+        self.doubles: set[str] = set()  # names that come as float64
         self.elements: dict[Key, int] = {}
         self.sizes: dict[Key, int] = {}
         self.names: dict[Key, list[str]] = {}
@@ -173,12 +174,21 @@ class _Recorder:
         return record
 
     def _check_dtype(self, name: str, given: list[Any], param: torch.Tensor) -> None:
-        """Loaders cast as they copy: between floating types that is meant, between other kinds it is a mistake."""
-        for t in given:
-            if not isinstance(t, torch.Tensor) or t.dtype == param.dtype:
+        """Loaders cast as they copy: between floating types that is meant, between other kinds it is a mistake.
+
+        So is float64: half of what it says would be lost without a word, also where the model casts before its loaders.
+        """
+        dtypes = [t.dtype for t in given if isinstance(t, torch.Tensor)]
+        if name in self.doubles:
+            dtypes.append(torch.float64)
+        for dtype in dtypes:
+            if dtype == param.dtype:
                 continue
-            if not (t.dtype.is_floating_point and param.dtype.is_floating_point):
-                self.mistyped[name] = f"the manifest has {name!r} as {t.dtype}, vLLM takes {param.dtype}"
+            if not (dtype.is_floating_point and param.dtype.is_floating_point):
+                self.mistyped[name] = f"the manifest has {name!r} as {dtype}, vLLM takes {param.dtype}"
+            elif dtype is torch.float64:
+                text = f"the manifest has {name!r} as {dtype}, vLLM takes {param.dtype}: cast it before it is published"
+                self.mistyped[name] = text
 
     def _name_of(self, arguments: list[Any]) -> str:
         """Which of the tensors given this is (a part) of; a loader that keeps no trace works on the newest."""
@@ -211,6 +221,8 @@ def _feed(model: nn.Module, manifest: Manifest, recorder: _Recorder, seen: CopyR
             alive.append(tensor)
             seen.source(t.name, tensor)
             recorder.given[id(tensor)] = recorder.current = t.name
+            if tensor.dtype is torch.float64:
+                recorder.doubles.add(t.name)
             yield t.name, tensor
 
     while len(refused) < _MOST_BAD:

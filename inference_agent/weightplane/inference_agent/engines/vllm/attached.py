@@ -74,7 +74,7 @@ class Attached(Engine):
                 raise EngineError(f"vLLM ({self._driver.name}) does not answer after {timeout:.0f} s: {why}")
             if self._closed.wait(_LOOK_S):
                 raise EngineError("closed while waiting for vLLM")
-        self._attach()
+        self._attach(anew=True)
         for text in sorted({note(h.vllm) for h in self._hellos()} - {""}):
             log.warning("%s", text)
         for refusal in sorted({h.staging_refusal for h in self._hellos() if h.staging_refusal}):
@@ -82,7 +82,7 @@ class Attached(Engine):
         if self.sleep_levels and all(h.device == "cpu" for h in self._hellos()):
             log.info("asleep this vLLM would stand still and keep its memory: on CPU vLLM releases none")
 
-    def _attach(self) -> None:
+    def _attach(self, anew: bool = False) -> None:
         """Make every worker dial us. Raises ``EngineError`` if not all of them do."""
         tokens = [secrets.token_hex(16) for _ in range(self._driver.instances)]
         with self._lock:
@@ -120,6 +120,8 @@ class Attached(Engine):
             self._desk.adopt("sleep")
         else:
             self._desk.forget("sleep")  # it started anew
+        if anew:  # later it is our own word that counts, and the state machine's, which knows no hold but that
+            self._desk.inherit(left_by)
         if not mixed:
             self._desk.let_go(left_by)
         self._desk.again()

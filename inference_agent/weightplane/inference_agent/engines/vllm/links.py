@@ -22,6 +22,7 @@ from weightplane.inference_agent.vllm_plugin.wire import MOST, Hello, Link, Link
 from weightplane.transports.base import ChannelAborted
 
 from ..base import EngineError
+from .leftovers import PREFIX, SOCKET, sweep
 
 __all__ = ["Listener", "WorkerLink"]
 
@@ -131,8 +132,8 @@ class Listener:
     """Listens in a folder of its own, readable by this user only. ``on_hello``: a worker with a token that it knows."""
 
     def __init__(self, folder: str | None, on_hello: Callable[[str, Link, Hello], None]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="weightplane-", dir=folder))
-        self.path = str(self.folder / "agent.sock")
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+        self.path = str(self.folder / SOCKET)
         self._on_hello = on_hello
         self._tokens: set[str] = set()
         self._room = threading.BoundedSemaphore(_GREETED)
@@ -144,6 +145,8 @@ class Listener:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise EngineError(f"the socket {self.path} cannot be made: {e} (choose a shorter socket_dir)") from e
         self._sock.listen(64)
+        if folder is None:  # one that was named may be another machine's, too, whose agents we cannot see
+            sweep(self.folder.parent, self.folder)
         threading.Thread(target=self._accept, name="weightplane-workers", daemon=True).start()
 
     def expect(self, tokens: set[str]) -> None:

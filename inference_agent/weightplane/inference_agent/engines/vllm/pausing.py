@@ -20,6 +20,7 @@ log = logging.getLogger("weightplane.inference_agent")
 _CALL_S = 30.0
 _WAIT_S = 3600.0  # for requests in flight to end; the update that waits has a deadline of its own and resumes
 _RESUME_S = 2.0  # that a caller of ``resume`` waits for vLLM
+_ORDERED = ("operator", "trainer")  # whose pauses are orders of the control plane: they outlive an agent
 
 
 class PauseDesk:
@@ -209,6 +210,12 @@ class PauseDesk:
                 self._driver.pause(PauseMode.KEEP, False, _CALL_S)
 
         self._calls.submit(work).result()
+
+    def inherit(self, left_by: tuple[str, ...]) -> None:
+        """A fresh attachment: pauses of an agent before us that only the control plane may end stay until it does."""
+        for holder in sorted(set(left_by) & set(_ORDERED)):
+            log.warning("vLLM stands still for %s since before this agent, until the control plane lets it go", holder)
+            self.adopt(holder)
 
     def let_go(self, left_by: tuple[str, ...]) -> None:
         """A fresh attachment: end the pause that an agent before us left behind. Nobody may hold here."""
