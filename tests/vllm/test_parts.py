@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -288,18 +288,25 @@ def test_a_session_asks_aborts_and_ends() -> None:
     listener.close()
 
 
-def test_what_killed_agents_left_is_removed_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short name: a socket's may have 107 bytes, and pytest's are long where it runs in parts."""
+    with tempfile.TemporaryDirectory(prefix="wp-") as made:
+        yield Path(made)
+
+
+def test_what_killed_agents_left_is_removed_and_nothing_else(monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
     """By the next agent that starts. A bound socket counts as in use before it listens, and nobody is disturbed."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
 
     def left(name: str, *, bound: bool = False, more: str = "") -> socket.socket:
-        (tmp_path / name).mkdir(0o700)
+        (short / name).mkdir(0o700)
         s = socket.socket(socket.AF_UNIX)
-        s.bind(str(tmp_path / name / "agent.sock"))
+        s.bind(str(short / name / "agent.sock"))
         if not bound:
             s.close()
         if more:
-            (tmp_path / name / more).touch()
+            (short / name / more).touch()
         return s
 
     keep = {"weightplane-starting", "weightplane-demo-abcdefgh", "weightplane-keepnote", "weightplane-nosocket"}
@@ -308,20 +315,20 @@ def test_what_killed_agents_left_is_removed_and_nothing_else(monkeypatch: pytest
     left("weightplane-keepnote", more="note")
     for name in ("weightplane-demo-abcdefgh", "other-abcdefgh", "elsewhere"):
         left(name)
-    (tmp_path / "weightplane-nosocket").mkdir()
-    (tmp_path / "weightplane-plainfil").mkdir()
-    (tmp_path / "weightplane-plainfil" / "agent.sock").touch()
-    (tmp_path / "weightplane-linkedto").symlink_to("elsewhere")
+    (short / "weightplane-nosocket").mkdir()
+    (short / "weightplane-plainfil").mkdir()
+    (short / "weightplane-plainfil" / "agent.sock").touch()
+    (short / "weightplane-linkedto").symlink_to("elsewhere")
     dead = {"weightplane-ab_cd123", "weightplane-zzzzzzzz"}
     for name in dead:
         left(name)
     first, links, _ = met("secret")
-    assert {p.name for p in tmp_path.iterdir()} == keep | {first.folder.name}
-    assert (tmp_path / "elsewhere" / "agent.sock").exists()
-    named = Listener(str(tmp_path / "elsewhere"), lambda *_: None)
+    assert {p.name for p in short.iterdir()} == keep | {first.folder.name}
+    assert (short / "elsewhere" / "agent.sock").exists()
+    named = Listener(str(short / "elsewhere"), lambda *_: None)
     left("elsewhere/weightplane-zzzzzzzz")
-    again = Listener(str(tmp_path / "elsewhere"), lambda *_: None)
-    assert (tmp_path / "elsewhere" / "weightplane-zzzzzzzz").exists(), "another machine's, perhaps"
+    again = Listener(str(short / "elsewhere"), lambda *_: None)
+    assert (short / "elsewhere" / "weightplane-zzzzzzzz").exists(), "another machine's, perhaps"
     second, _, _ = met("other")
     session = WorkerSession(Pretend(), first.path, hello("secret")).start()  # type: ignore[arg-type]
     eventually(lambda: links, 5, "the first one is reached all the same")
@@ -331,19 +338,19 @@ def test_what_killed_agents_left_is_removed_and_nothing_else(monkeypatch: pytest
         listener.close()
 
 
-def test_another_users_leftovers_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_users_leftovers_stay(monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
     for name in ("weightplane-living00", "weightplane-zzzzzzzz"):
-        (tmp_path / name).mkdir()
+        (short / name).mkdir()
     with socket.socket(socket.AF_UNIX) as living, socket.socket(socket.AF_UNIX) as dead:
-        living.bind(str(tmp_path / "weightplane-living00" / "agent.sock"))
-        dead.bind(str(tmp_path / "weightplane-zzzzzzzz" / "agent.sock"))
+        living.bind(str(short / "weightplane-living00" / "agent.sock"))
+        dead.bind(str(short / "weightplane-zzzzzzzz" / "agent.sock"))
         dead.close()
         me = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-        assert sweep(tmp_path, tmp_path / "weightplane-living00") == []
+        assert sweep(short, short / "weightplane-living00") == []
         monkeypatch.undo()
-        assert sweep(tmp_path, tmp_path / "weightplane-zzzzzzzz") == [], "a system that does not tell them apart"
-        assert sweep(tmp_path, tmp_path / "weightplane-living00") == ["weightplane-zzzzzzzz"]
+        assert sweep(short, short / "weightplane-zzzzzzzz") == [], "a system that does not tell them apart"
+        assert sweep(short, short / "weightplane-living00") == ["weightplane-zzzzzzzz"]
 
 
 class Answered(Future[Any]):
