@@ -66,7 +66,8 @@ class PeerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # One arena: from the top of others malloc_trim gives nothing back, up to three big tensors a thread.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
             text=True,
         )
         self._reader = threading.Thread(target=self._read, name=f"peer {self.process.pid}", daemon=True)
