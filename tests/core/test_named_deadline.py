@@ -171,3 +171,14 @@ def test_whom_a_commit_did_not_reach_by_the_deadline_is_pending_for_a_reason() -
     assert parts["r0"].failure is None
     failure = parts["r1"].failure
     assert failure is not None and failure.reason is Reason.DEADLINE and failure.member == "r1"
+
+
+def test_a_call_whose_own_time_is_over_names_the_one_replica_that_is_behind() -> None:
+    g = Group(replicas=2).fleet().to(Phase.PREPARING, update_timeout_s=60.0)
+    g.join()
+    late = g.call(events.UpdateWeights, rank=0, seq=1, ranges=(), deadline=g.now + 1.0)
+    g.say(Stage.ARMED, "r1")
+    g.sleep(1.5)
+    failure = g.replies[late].failure
+    assert failure is not None and (failure.reason, failure.member) == (Reason.DEADLINE, "r0")
+    assert g.s.open is not None and g.s.open.failure is None, "the update goes on"

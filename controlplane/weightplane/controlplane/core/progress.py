@@ -300,15 +300,12 @@ def tick(tx: Tx) -> None:
     u = tx.state.open
     if u is None or u.phase not in _BEFORE:
         return
-    for w in u.waiters:
-        if w.what in ("start", "update") and w.deadline <= tx.now:
-            tx.reply(
-                w.call_id,
-                Failure(Reason.DEADLINE, f"still {u.phase}; waits for {_waited_for(u)}", phase=u.phase.value),
-                u.update_id,
-            )
     late = tuple(w for w in u.waiters if w.what in ("start", "update") and w.deadline <= tx.now)
     if late:
+        last = _last(u)
+        text, member = f"still {u.phase}; waits for {_waited_for(u)}", last.replica_id if last is not None else ""
+        for w in late:
+            tx.reply(w.call_id, Failure(Reason.DEADLINE, text, member, u.phase.value), u.update_id)
         u = tx.put_update(replace(u, waiters=tuple(w for w in u.waiters if w not in late)))
     if tx.now < u.prepare_deadline:
         return
