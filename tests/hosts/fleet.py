@@ -129,9 +129,10 @@ class Hosts:
         try:
             found: dict[str, Any] = json.loads(self._said[host].get(timeout=seconds))
         except queue.Empty:
-            before = len(self.log(host))
+            log = self.folder / f"{host}.log"
+            before = log.stat().st_size
             self.processes[host].send_signal(signal.SIGUSR1)
-            eventually(lambda: len(self.log(host)) > before, f"{host} says where it stands", 10)
+            eventually(lambda: log.stat().st_size > before, f"{host} says where it stands", 10)
             raise AssertionError(f"{host} says nothing: {self.log(host)}") from None
         return found
 

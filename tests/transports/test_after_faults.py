@@ -38,7 +38,7 @@ WHERE = {
     "nccl-across": (NCCL, "cuda"),
 }
 COUNTED = ("threads", "os_threads", "maps", "device_allocated")
-SLACK_KIB, DEVICE_SLACK = 16 << 10, 64 << 20
+RSS_SLACK_KIB, DEVICE_SLACK = 16 << 10, 64 << 20
 # NCCL 2.28 does not close one socket of its bootstrap when a communicator whose member died is aborted (its change 2374
 # mends that; open in 2026-11), nor a second one of the rank that minted the id. No call of its interface reaches them.
 LEFT_OPEN_BY_THE_LIBRARY = {"nccl-across": {"socket:[N]": 2}}
@@ -85,7 +85,7 @@ def _grown(now: Mapping[str, Any], before: Mapping[str, Any], allowed: Mapping[s
     more = {k: n - before["files"].get(k, 0) for k, n in now["files"].items() if n > before["files"].get(k, 0)}
     if now["fds"] > before["fds"] + sum(min(n, more.get(k, 0)) for k, n in allowed.items()):
         found.append(f"fds: {before['fds']} -> {now['fds']}, of them {more}")
-    for key, slack in (("own_kib", SLACK_KIB), ("device_used", DEVICE_SLACK)):
+    for key, slack in (("rss_kib", RSS_SLACK_KIB), ("device_used", DEVICE_SLACK)):
         if key in now and now[key] > before[key] + slack:
             found.append(f"{key}: {before[key]} -> {now[key]}")
     return found

@@ -2,8 +2,8 @@
 
 A group of a thousand replicas takes a step for each report, and each step makes a state with one replica and one
 participant replaced. Copying a dictionary of a thousand entries twice a step (and letting go of the old ones) was a
-third of a start barrier; a copy here is one chunk of 32 and a short tuple of chunks, as in an array-mapped trie of
-depth two (Bagwell, "Ideal Hash Trees", 2001), but in the order of insertion, as dictionaries have it.
+quarter of the core's work in a start barrier. A copy here is one chunk of 32 and a short tuple of chunks, as in an
+array-mapped trie of depth two (Bagwell, "Ideal Hash Trees", 2001), but in the order of insertion, as dictionaries have.
 """
 
 from __future__ import annotations

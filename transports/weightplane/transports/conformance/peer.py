@@ -154,17 +154,15 @@ class Member:
         _trim(0)  # what is free is no growth
         on_device = self._device_stats()
         status = Path("/proc/self/status").read_text()
-        kib = {k: int(status.split(f"{k}:")[1].split()[0]) for k in ("VmRSS", "VmHWM", "RssAnon", "RssShmem")}
+        rss = int(status.split("VmRSS:")[1].split()[0])
         maps = sum("weightplane-" in line for line in Path("/proc/self/maps").read_text().splitlines())
         return {
             "fds": len(os.listdir("/proc/self/fd")),
             "files": _open_files(),
             "threads": threading.active_count(),
             "os_threads": len(os.listdir("/proc/self/task")),
-            "rss_kib": kib["VmRSS"],
-            # Libraries' pages left out, which some kernels take away from whoever does not use them, and bring back.
-            "own_kib": kib["RssAnon"] + kib["RssShmem"],
-            "peak_kib": kib["VmHWM"],
+            "rss_kib": rss,
+            "peak_kib": int(status.split("VmHWM:")[1].split()[0]),
             "maps": maps,
             "pid": os.getpid(),
             **on_device,
