@@ -14,6 +14,7 @@ from tests.server.scripted import Replica, Trainer
 from weightplane.v1 import fleet_pb2, transport_pb2
 
 GROUP = "after"
+_WAIT_S = 20.0
 
 
 async def prepare(address: str) -> None:
@@ -25,15 +26,10 @@ async def prepare(address: str) -> None:
 
 async def check(where: dict[str, str]) -> list[str]:
     """What does not serve any more."""
-    from tests.security.fuzz import prove
+    from tests.security.fuzz import opened, prove, standing
 
     async def pull(port: str) -> None:
-        at = where[port]
-        if at.startswith("/"):
-            reader, writer = await asyncio.open_unix_connection(at)
-        else:
-            host, _, number = at.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(number))
+        reader, writer = await opened(where[port])
         await prove(reader, writer)
         writer.close()
 
@@ -49,10 +45,13 @@ async def check(where: dict[str, str]) -> list[str]:
         "worker": worker(where["worker"]),
     }
     for name, work in checks.items():
-        try:
-            await asyncio.wait_for(work, 20)
-        except Exception as e:
-            wrong.append(f"{name} serves nobody afterwards: {type(e).__name__}: {e}")
+        task = asyncio.ensure_future(work)
+        await asyncio.wait([task], timeout=_WAIT_S)
+        if not task.done():
+            wrong.append(f"{name} serves nobody afterwards: no end within {_WAIT_S} s:\n{standing(task)}")
+            task.cancel()
+        elif error := task.exception():
+            wrong.append(f"{name} serves nobody afterwards: {type(error).__name__}: {error}")
     return wrong
 
 

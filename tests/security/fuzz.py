@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _GROWTH_MIB = 400
 _CALL_S = 0.25
 _HANG_S = 10.0
+_LATE_S = 30.0  # for all to end in, after the end
 _TASKS = 12  # a service
 #: What fields may well hold, so that a message gets past the first check of them.
 _STEADY: dict[str, list[Any]] = {
@@ -94,11 +96,26 @@ class Fuzz:
         work += [self._json() for _ in range(4)]
         work += [self._pulls(port) for port in ("pull", "pull_tcp") for _ in range(3)]
         work += [self._raw(port) for port in self.where]
-        await asyncio.gather(*work)
-        background.cancel()
-        await asyncio.gather(background, return_exceptions=True)
+        tasks = [asyncio.create_task(w) for w in work]
+        await asyncio.wait(tasks, timeout=max(0.0, self.end - time.monotonic()) + _LATE_S)
+        for task in tasks:
+            if task.done():
+                task.result()
+            else:
+                self.hangs.append(standing(task))
+                task.cancel()
+        await self._stop(background)
         for channel in (*self.channels, *self.data):
-            await channel.close()
+            await self._stop(asyncio.create_task(channel.close()), ask=False)
+
+    async def _stop(self, task: asyncio.Task[None], ask: bool = True) -> None:
+        """Wait until it has ended, which is asked again each second: ``wait_for`` may lose a cancellation."""
+        for _ in range(int(_LATE_S)):
+            if ask:
+                task.cancel()
+            if (await asyncio.wait([task], timeout=1))[0]:
+                return
+        self.hangs.append(standing(task))
 
     # --- a fleet that goes on, so that messages meet live state
 
@@ -199,11 +216,12 @@ class Fuzz:
     # --- bytes
 
     async def _open(self, port: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        at = self.where[port]
-        if at.startswith("/"):
-            return await asyncio.open_unix_connection(at)
-        host, _, number = at.rpartition(":")
-        return await asyncio.open_connection(host, int(number))
+        try:
+            async with asyncio.timeout(_HANG_S):
+                return await opened(self.where[port])
+        except TimeoutError:
+            self.hangs.append(f"connecting to {port}")
+            raise
 
     async def _pulls(self, port: str) -> None:
         """Control connections of transports that pull: some prove themselves first."""
@@ -257,6 +275,21 @@ class Fuzz:
                 self.raw_bytes += len(junk)
                 writer.close()
             await asyncio.sleep(0.02)
+
+
+async def opened(at: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a socket's path or to ``host:port``."""
+    if at.startswith("/"):
+        return await asyncio.open_unix_connection(at)
+    host, _, number = at.rpartition(":")
+    return await asyncio.open_connection(host, int(number))
+
+
+def standing(task: asyncio.Task[None]) -> str:
+    """Where a task that does not end stands."""
+    text = io.StringIO()
+    task.print_stack(file=text)
+    return text.getvalue()
 
 
 async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
