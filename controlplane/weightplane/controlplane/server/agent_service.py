@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -54,13 +55,15 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         group = self._coordinator.ensure(hello.group)
         if hello.kind == agent_pb2.SESSION_KIND_HEARTBEAT:
             session = _open_heartbeat(group, hello)
-            serve = [_beats(group, hello, context)]
+            serve = [partial(_beats, group, hello, context)]
         elif hello.HasField("trainer"):
             session = await _open_rank(group, hello)
-            serve = [_beats(group, hello, context, reports=True), _tell_rank(group, hello, session, context)]
+            told = partial(_tell_rank, group, hello, session, context)
+            serve = [partial(_beats, group, hello, context, reports=True), told]
         else:
             session = _open_replica(group, hello)
-            serve = [_reports(group, hello, session, context), _tell_replica(group, hello, session, context)]
+            told = partial(_tell_replica, group, hello, session, context)
+            serve = [partial(_reports, group, hello, session, context), told]
         try:
             await context.write(_welcome(group, session))
             await _first_to_end(session, serve)
@@ -201,9 +204,9 @@ def _welcome(group: Group, session: Session) -> agent_pb2.SessionResponse:
     return agent_pb2.SessionResponse(welcome=welcome)
 
 
-async def _first_to_end(session: Session, serve: list[Any]) -> None:
+async def _first_to_end(session: Session, serve: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     """Serve both directions until one of them ends, or somebody ends the session."""
-    tasks = [asyncio.ensure_future(work) for work in serve]
+    tasks: list[asyncio.Future[Any]] = [asyncio.create_task(work()) for work in serve]
     try:
         await asyncio.wait([*tasks, session.ended], return_when=asyncio.FIRST_COMPLETED)
     finally:
