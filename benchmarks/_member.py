@@ -25,10 +25,10 @@ from benchmarks._models import model
 from benchmarks._process import TIMEOUT_S, serve
 from benchmarks._sampler import Sampler
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.placement import full_box, full_placement
 from weightplane.controlplane.core.plan import Plan
 from weightplane.controlplane.core.planner import make_plan
+from weightplane.controlplane.core.states import Verify
 from weightplane.inference_agent.receipts import Ledger, Sink, WorkerPlan
 from weightplane.trainer_agent.channels import OpenChannel
 from weightplane.trainer_agent.hashing import RegionDigests

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 
-from weightplane.controlplane.core.model import CachePolicy, Config
+from weightplane.controlplane.core.model import Config
+from weightplane.controlplane.core.states import CachePolicy
 from weightplane.controlplane.server.app import ServerConfig
 from weightplane.controlplane.server.thread import ControlPlaneThread
 from weightplane.controlplane.store import open_store

@@ -21,7 +21,7 @@ from tests.cases.card_models import values_of
 from tests.cases.children import Child
 from tests.cases.wires import Wire
 from tests.trainer_agent.fleet import fleet
-from weightplane.controlplane.core.model import Phase
+from weightplane.controlplane.core.states import Phase
 from weightplane.trainer_agent.errors import UpdateFailed
 from weightplane.trainer_agent.publisher import Publisher
 

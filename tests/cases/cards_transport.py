@@ -17,7 +17,7 @@ from tests.cases.cards import Stand, cards, on, on_sender, turned_off
 from tests.cases.wires import Wire
 from tests.trainer_agent.fleet import fill, hook
 from tests.transports.host_card import card
-from weightplane.controlplane.core.model import Admin
+from weightplane.controlplane.core.states import Admin
 from weightplane.trainer_agent.publisher import PublishHandle
 
 LAST = Even.LAYERS

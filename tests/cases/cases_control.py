@@ -23,8 +23,9 @@ from tests.inference_agent.trainer import Trainer
 from tests.process.harness import http
 from tests.trainer_agent.fleet import fill, hook, same
 from weightplane.controlplane import failpoints
-from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Config, Held, PauseMode, Verify, Weights
+from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Config, Held
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import PauseMode, Verify, Weights
 from weightplane.controlplane.failpoints import FailpointError
 from weightplane.inference_agent.engines.base import EngineError
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine

@@ -17,8 +17,9 @@ import torch
 from tests.cases.children import planting
 from weightplane.controlplane.core import ending, group, members, progress, replica, starting, trainers
 from weightplane.controlplane.core.events import Beat, CallGone, StartUpdate
-from weightplane.controlplane.core.model import NONE_HELD, Admin, Process
+from weightplane.controlplane.core.model import NONE_HELD
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Admin, Process
 from weightplane.controlplane.server import runtime
 from weightplane.controlplane.server.errors import Refused
 from weightplane.inference_agent import operations, receipts, transfer

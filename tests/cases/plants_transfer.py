@@ -10,7 +10,7 @@ from typing import Any
 from tests.cases.plants import Patch, handler, plant
 from weightplane.controlplane.core import group, planner
 from weightplane.controlplane.core.events import Beat, InitTransfer
-from weightplane.controlplane.core.model import Process
+from weightplane.controlplane.core.states import Process
 from weightplane.inference_agent import receipts, transfer
 from weightplane.inference_agent.engines import sharding, torch_module
 from weightplane.inference_agent.engines.mismatch import Description

@@ -18,8 +18,8 @@ from tests.inference_agent.trainer import Trainer
 from tests.trainer_agent.fleet import fill, hook
 from tests.transports.test_dtypes import filled
 from weightplane.controlplane.core.manifest import DTYPE_BYTES
-from weightplane.controlplane.core.model import CachePolicy
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import CachePolicy
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.inference_agent.generate import GenerateServer
 from weightplane.trainer_agent.errors import PublishError, UpdateFailed, UpdateRefused

@@ -13,9 +13,11 @@ from torch import nn
 from tests.cases.base import MOVERS, Small, site
 from tests.core.test_dirty_joins import play
 from weightplane.controlplane.core import events as ev
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import GroupState, Held, Offer, Phase, Replica, Stage, Verify, Worker
+from weightplane.controlplane.core.model import Held, Offer, Replica, Worker
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Phase, Stage, Verify
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import EngineError
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine

@@ -14,7 +14,7 @@ import pytest
 from tests.cases.base import Even, Small, holds, site, soon
 from tests.cases.cases_control import _Fails, held_up, in_thread
 from tests.trainer_agent.fleet import fill, hook
-from weightplane.controlplane.core.model import Admin
+from weightplane.controlplane.core.states import Admin
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent.channels import ChannelPool
 from weightplane.trainer_agent.errors import CallRefused, UpdateFailed

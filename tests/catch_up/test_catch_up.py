@@ -15,7 +15,7 @@ from torch import nn
 from tests.trainer_agent import fleet as fleets
 from tests.trainer_agent.fleet import Fleet, fill, fleet, same
 from weightplane.controlplane.core.evolve import replace
-from weightplane.controlplane.core.model import Admin, Mode, Weights
+from weightplane.controlplane.core.states import Admin, Mode, Weights
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.transports import retained
 from weightplane.transports.retained import MEMORY, Retainer

@@ -12,8 +12,8 @@ from torch import nn
 from tests.catch_up.test_catch_up import committed, eventually, model, ready
 from tests.trainer_agent.fleet import Fleet, fill, fleet, hook, same
 from weightplane.controlplane import failpoints
-from weightplane.controlplane.core.model import Verify, Weights
 from weightplane.controlplane.core.placement import Box
+from weightplane.controlplane.core.states import Verify, Weights
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.transports.retained import Retainer
 

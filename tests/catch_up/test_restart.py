@@ -21,7 +21,7 @@ from tests.cli.checkpoints import tiny
 from tests.cli.fleet import ROOT, Launched, weightplane
 from tests.cli.site import GROUP, Site, engine_of
 from tests.trainer_agent.fleet import fill, fleet, same
-from weightplane.controlplane.core.model import Verify, Weights
+from weightplane.controlplane.core.states import Verify, Weights
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.transports.dtypes import as_bytes
 from weightplane.transports.retained import MEMORY, Retainer

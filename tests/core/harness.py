@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from weightplane.controlplane.core import desired, events, group, model, replica
-from weightplane.controlplane.core.model import Held, Mode, Offer, PauseMode, Phase, Stage
+from weightplane.controlplane.core import desired, events, group, group_state, model, replica, states, update_state
+from weightplane.controlplane.core.model import Held, Offer
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Mode, PauseMode, Phase, Stage
 
 __all__ = ["Group", "wanted"]
 
@@ -31,7 +32,7 @@ class Group:
         reach: tuple[tuple[str, ...], ...] = (("shm", "shm"),),
     ):
         """``modes`` and ``reach`` (the transport that each of the two workers offers) are dealt to the replicas."""
-        self.s = model.GroupState("g", "cluster", 1)
+        self.s = group_state.GroupState("g", "cluster", 1)
         self.now = 100.0
         self.last: list[Any] = []
         self.replies: dict[str, events.Reply] = {}
@@ -156,7 +157,7 @@ class Group:
                 self.do(events.WorkerPlacement(rid, self.life(rid), "m", w, f"l-{rid}-{w}"))
             self.report(rid, update_id=u.update_id, stage=Stage.JOINED)
         for e in [e for e in self.last if isinstance(e, events.MakePlan)]:
-            summary = model.PlanSummary(f"p-{e.channel_id}", 4, 4, {})
+            summary = update_state.PlanSummary(f"p-{e.channel_id}", 4, 4, {})
             self.do(events.PlanMade(u.update_id, e.channel_id, summary))
 
     def send(self, seq: int = 1, ranges: Any = ()) -> list[str]:
@@ -182,7 +183,7 @@ class Group:
         for rid in rids or tuple(u.parts):
             self.say(Stage.PREPARED, rid)
             if verified:
-                self.do(events.Verified(u.update_id, rid, self.life(rid), model.Evidence.RECEIVED))
+                self.do(events.Verified(u.update_id, rid, self.life(rid), states.Evidence.RECEIVED))
 
     def finish(self) -> list[str]:
         return [self.call(events.FinishUpdate, rank=r) for r in range(self.ranks)]
@@ -215,7 +216,7 @@ class Group:
         *first, last = u.parts
         self.vote(*first) if first else None
         self.say(Stage.PREPARED, last)
-        verified = events.Verified(u.update_id, last, self.life(last), model.Evidence.RECEIVED)
+        verified = events.Verified(u.update_id, last, self.life(last), states.Evidence.RECEIVED)
         self.do(verified, answer_writes=phase is not Phase.DECIDING)
         return self
 
@@ -241,8 +242,8 @@ def wanted(update_id: str = "u1", **fields: Any) -> desired.DesiredUpdate:
         "channels": (),
         "mode": Mode.STAGED,
         "pause": PauseMode.KEEP,
-        "cache": model.CachePolicy.CLEAR,
-        "verify": model.Verify.FULL,
+        "cache": states.CachePolicy.CLEAR,
+        "verify": states.Verify.FULL,
         "calls": (),
         "all_called": False,
         "decision": "",

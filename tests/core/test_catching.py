@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tests.core.harness import Group
-from weightplane.controlplane.core import desired, events, model
+from weightplane.controlplane.core import desired, events, states, update_state
 from weightplane.controlplane.core.events import Compare, MakePlan
-from weightplane.controlplane.core.model import CatchUp, Phase, Retained, Stage, Weights
+from weightplane.controlplane.core.model import Retained
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Phase, Stage, Weights
+from weightplane.controlplane.core.update_state import CatchUp
 
 
 def committed(replicas: int = 3, late: int = 1) -> Group:
@@ -47,7 +49,7 @@ def goes(g: Group, *stages: Stage, **fields: Any) -> None:
         g.report(c.replica_id, update_id=c.catch_up_id, stage=stage, retained=None, **fields)
         for e in [e for e in g.last if isinstance(e, MakePlan)]:
             assert e.senders == (("r0/0", "l-r0-0"), ("r0/1", "l-r0-1"))
-            g.do(events.PlanMade(c.catch_up_id, e.channel_id, model.PlanSummary("p", 4, 4, {})))
+            g.do(events.PlanMade(c.catch_up_id, e.channel_id, update_state.PlanSummary("p", 4, 4, {})))
 
 
 def wanted(g: Group, rid: str) -> desired.DesiredReplica:
@@ -71,7 +73,7 @@ def test_from_the_report_to_ready() -> None:
     goes(g, Stage.RECEIVED, Stage.PREPARED)
     [compare] = [e for e in g.last if isinstance(e, Compare)]
     assert compare.against == g.s.committed.update_id and g.s.replicas["r2"].weights is Weights.JOINING
-    g.do(events.Verified(c.catch_up_id, "r2", "r2#1", model.Evidence.RECEIVED))
+    g.do(events.Verified(c.catch_up_id, "r2", "r2#1", states.Evidence.RECEIVED))
     update = wanted(g, "r2").update
     assert update is not None and update.decision == "COMMIT" and not wanted(g, "r0").serve
     g.report("r2", update_id=c.catch_up_id, stage=Stage.APPLIED, held=(g.s.committed,) * 2)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.core.harness import Group
-from weightplane.controlplane.core import desired, events, model
-from weightplane.controlplane.core.model import Mode, Offer, Phase, Stage
+from weightplane.controlplane.core import desired, events, states, update_state
+from weightplane.controlplane.core.model import Offer
 from weightplane.controlplane.core.progress import live_channels
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Mode, Phase, Stage
 from weightplane.controlplane.server.bindings import needs_rebind
 
 APART = ("shm", "grpc")
@@ -128,7 +129,7 @@ def test_plans_of_no_bytes_are_one_plan_and_its_digests_count_for_every_channel(
             g.do(events.WorkerPlacement(rid, g.life(rid), "m", w, "l-nothing"))
         g.report(rid, update_id="u1", stage=Stage.JOINED)
     for e in [e for e in g.last if isinstance(e, events.MakePlan)]:
-        g.do(events.PlanMade("u1", e.channel_id, model.PlanSummary("p-empty", 0, 0, {})))
+        g.do(events.PlanMade("u1", e.channel_id, update_state.PlanSummary("p-empty", 0, 0, {})))
     g.send()
     g.do(events.DigestsIn(1, "u1", 1, 0, "p-empty"))
     (finish,) = g.finish()
@@ -302,7 +303,7 @@ def test_rule_3_a_replica_that_may_not_join_is_not_taken_into_a_collective() -> 
     for rid in g.modes:
         g.hello(rid)
         g.report(rid)
-    g.do(events.Beat("r1", g.life("r1"), process=model.Process.STOPPED))
+    g.do(events.Beat("r1", g.life("r1"), process=states.Process.STOPPED))
     g.init()
     assert together(g) == [("r0/0",)]
     g.start()

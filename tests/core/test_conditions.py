@@ -7,7 +7,8 @@ from dataclasses import replace
 from tests.core.harness import Group
 from weightplane.controlplane.core import events
 from weightplane.controlplane.core.members import may_join, routable
-from weightplane.controlplane.core.model import CachePolicy, Condition, Policy
+from weightplane.controlplane.core.model import Condition, Policy
+from weightplane.controlplane.core.states import CachePolicy
 
 RAW = Condition("LogprobsMode", "False", "NotAsDeclared", "it is raw", "--logprobs-mode processed_logprobs")
 RIGHT = replace(RAW, status="True", setting="")

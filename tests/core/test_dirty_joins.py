@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from weightplane.controlplane.core import events as ev
 from weightplane.controlplane.core.group import step
-from weightplane.controlplane.core.model import (
-    Evidence,
-    GroupState,
-    Held,
-    Offer,
-    Phase,
-    PlanSummary,
-    Replica,
-    Stage,
-    Verify,
-    Weights,
-    Worker,
-)
+from weightplane.controlplane.core.group_state import GroupState
+from weightplane.controlplane.core.model import Held, Offer, Replica, Worker
+from weightplane.controlplane.core.states import Evidence, Phase, Stage, Verify, Weights
+from weightplane.controlplane.core.update_state import PlanSummary
 
 
 def play(state: GroupState, *events: ev.Event) -> GroupState:

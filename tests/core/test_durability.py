@@ -6,29 +6,12 @@ from dataclasses import replace
 
 from weightplane.controlplane.core import events as ev
 from weightplane.controlplane.core.group import restarted, step
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.members import routable
-from weightplane.controlplane.core.model import (
-    Admin,
-    Config,
-    Evidence,
-    GroupState,
-    Held,
-    Liveness,
-    Mode,
-    Offer,
-    Options,
-    Part,
-    PauseMode,
-    Phase,
-    Policy,
-    Replica,
-    Stage,
-    Trainer,
-    Update,
-    Weights,
-    Worker,
-)
+from weightplane.controlplane.core.model import Config, Held, Offer, Policy, Replica, Trainer, Worker
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import Admin, Evidence, Liveness, Mode, PauseMode, Phase, Stage, Weights
+from weightplane.controlplane.core.update_state import Options, Part, Update
 
 
 def group(**changes: object) -> GroupState:

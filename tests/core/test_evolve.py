@@ -8,7 +8,8 @@ import pytest
 
 from weightplane.controlplane.core import events, model
 from weightplane.controlplane.core.evolve import replace
-from weightplane.controlplane.core.model import GroupState, Replica
+from weightplane.controlplane.core.group_state import GroupState
+from weightplane.controlplane.core.model import Replica
 from weightplane.controlplane.core.reasons import Failure, Reason
 
 

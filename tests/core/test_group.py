@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.core.harness import Group
-from weightplane.controlplane.core import desired, events, group, members, model
-from weightplane.controlplane.core.model import Admin, Held, Liveness, Mode, PauseMode, Phase, Stage, Weights
+from weightplane.controlplane.core import desired, events, group, members, model, states
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Admin, Liveness, Mode, PauseMode, Phase, Stage, Weights
 
 BOTH = ((Mode.STAGED,), (Mode.IN_PLACE,))
 
@@ -215,7 +216,7 @@ def test_rule_5_a_vote_counts_only_once_its_receipts_are_verified() -> None:
     g.vote(verified=False)
     assert g.s.open is not None and g.s.open.phase is Phase.VERIFYING
     failure = Failure(Reason.DIGEST_MISMATCH, "tensor w differs")
-    g.do(events.Verified("u1", "r0", g.life("r0"), model.Evidence.NONE, failure))
+    g.do(events.Verified("u1", "r0", g.life("r0"), states.Evidence.NONE, failure))
     assert g.s.open is not None and g.s.open.phase is Phase.ABORTING
     assert g.s.open.failure is not None and g.s.open.failure.reason is Reason.DIGEST_MISMATCH
 
@@ -520,7 +521,7 @@ def test_rule_10_resuming_below_the_committed_step_makes_nobody_routable_and_pau
 def test_rule_10_any_ranks_loss_aborts() -> None:
     g = Group(ranks=2).fleet().to(Phase.TRANSFERRING)
     assert g.s.trainer is not None
-    g.do(events.Beat("rank/1", "", 1, process=model.Process.DEAD))
+    g.do(events.Beat("rank/1", "", 1, process=states.Process.DEAD))
     assert g.s.open is not None and g.s.open.phase is Phase.ABORTING
     assert g.s.open.failure is not None and g.s.open.failure.member == "rank/1"
 
@@ -581,7 +582,7 @@ def test_a_stopped_process_is_found_although_its_helper_beats() -> None:
         g.now += 0.5
         g.do(events.Beat("rank/0", "", 1))
         g.do(events.Beat("r1", g.life("r1")))
-        g.do(events.Beat("r0", g.life("r0"), process=model.Process.STOPPED))
+        g.do(events.Beat("r0", g.life("r0"), process=states.Process.STOPPED))
         g.do(events.Tick())
     assert g.s.open is not None and g.s.open.phase is Phase.ABORTING
     assert g.s.replicas["r0"].liveness is Liveness.LOST

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.core.harness import Group
 from tests.sim import invariants as inv
-from weightplane.controlplane.core import desired, events, model
-from weightplane.controlplane.core.model import Admin, Held, Mode, Phase, Stage
+from weightplane.controlplane.core import desired, events, model, states, update_state
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Admin, Mode, Phase, Stage
 
 RIDS = st.sampled_from(["r0", "r1", "r2"])
 RANKS = st.integers(0, 1)
@@ -94,7 +95,7 @@ class Coordinator(RuleBasedStateMachine):
             for rid in u.parts:
                 self.report(rid, Stage.JOINED)
             for c in u.channels:
-                self.take(events.PlanMade(u.update_id, c, model.PlanSummary(f"p-{c}", 4, 4, {})))
+                self.take(events.PlanMade(u.update_id, c, update_state.PlanSummary(f"p-{c}", 4, 4, {})))
         elif u.phase is Phase.VERIFYING:
             for rid in u.parts:
                 self.report(rid, Stage.PREPARED)
@@ -120,7 +121,7 @@ class Coordinator(RuleBasedStateMachine):
     def verified(self, rid: str, good: bool) -> None:
         failure = None if good else Failure(Reason.DIGEST_MISMATCH, "differs")
         life = self.g.s.replicas[rid].incarnation
-        self.take(events.Verified(self.update, rid, life, model.Evidence.RECEIVED, failure))
+        self.take(events.Verified(self.update, rid, life, states.Evidence.RECEIVED, failure))
 
     @rule()
     def send_everything(self) -> None:

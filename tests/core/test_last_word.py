@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.core.harness import Group
 from weightplane.controlplane.core.events import AbortUpdate, Push
-from weightplane.controlplane.core.model import Phase, Stage
+from weightplane.controlplane.core.states import Phase, Stage
 
 
 def pushed(g: Group) -> set[str]:

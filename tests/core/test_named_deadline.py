@@ -9,8 +9,9 @@ import pytest
 
 from tests.core.harness import Group
 from weightplane.controlplane.core import events, progress
-from weightplane.controlplane.core.model import Phase, Stage, Update
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Phase, Stage
+from weightplane.controlplane.core.update_state import Update
 
 UP = Failure(Reason.DEADLINE, "did not vote in time; was at joined")
 

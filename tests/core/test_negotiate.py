@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from weightplane.controlplane.core.model import Channel, Choice, Mode, Offer, Rank, Replica, Verify, Worker
+from weightplane.controlplane.core.model import Channel, Choice, Offer, Rank, Replica, Worker
 from weightplane.controlplane.core.negotiate import (
     PREFERENCE,
     bind,
@@ -15,6 +15,7 @@ from weightplane.controlplane.core.negotiate import (
     out_of_reach,
     verify_by_default,
 )
+from weightplane.controlplane.core.states import Mode, Verify
 
 ALL = ("cuda_ipc", "nccl", "ucx", "shm", "grpc", "external")
 SEED = b"s" * 32

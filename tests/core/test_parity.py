@@ -7,20 +7,11 @@ from typing import Any
 from tests.core.harness import Group
 from weightplane.controlplane.core import events
 from weightplane.controlplane.core.holders import holders
-from weightplane.controlplane.core.model import (
-    Admin,
-    Held,
-    Liveness,
-    Parity,
-    ParityPolicy,
-    Phase,
-    Policy,
-    Retained,
-    Stage,
-    Verdict,
-)
+from weightplane.controlplane.core.model import Held, Policy, Retained
 from weightplane.controlplane.core.parity import newest
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import Admin, Liveness, ParityPolicy, Phase, Stage, Verdict
+from weightplane.controlplane.core.update_state import Parity
 
 
 def check(rid: str = "r0", version: int = 1, verdict: Verdict = Verdict.NOT_AT_PARITY, **fields: Any) -> Parity:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.core.harness import Agent, Group
-from weightplane.controlplane.core import events, model, replica
-from weightplane.controlplane.core.model import Held, Phase
+from weightplane.controlplane.core import events, replica, states, update_state
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Phase
 
 PHASES = ("NONE", "PREPARING", "TRANSFERRING", "VERIFYING", "DECIDING", "COMMITTED", "ABORTING")
 PLACES = (
@@ -114,9 +115,9 @@ def group_in(phase: str) -> Group:
 
 
 STALE = {
-    "another plan": lambda g: events.PlanMade("old", "c-old", model.PlanSummary("p", 1, 1, {})),
-    "another comparison": lambda g: events.Verified("old", "r0", g.life("r0"), model.Evidence.LIVE),
-    "a former life's comparison": lambda g: events.Verified("u1", "r0", "r0#0", model.Evidence.LIVE),
+    "another plan": lambda g: events.PlanMade("old", "c-old", update_state.PlanSummary("p", 1, 1, {})),
+    "another comparison": lambda g: events.Verified("old", "r0", g.life("r0"), states.Evidence.LIVE),
+    "a former life's comparison": lambda g: events.Verified("u1", "r0", "r0#0", states.Evidence.LIVE),
     "a former life's report": lambda g: events.Report("r0", "r0#0", 99, (Held(9, "x"),)),
     "an older report": lambda g: events.Report("r0", g.life("r0"), 0, (Held(9, "x"),)),
     "a report of another epoch": lambda g: events.Report("r0", g.life("r0"), 99, (Held(9, "x"),), epoch=7),
@@ -139,7 +140,7 @@ STALE = {
     "a fenced rebind": lambda g: events.InitTransfer("c", 1e9, "q", "job", "job/1", 0, 1, 99, "l", b""),
     "another trainer": lambda g: events.InitTransfer("c", 1e9, "q", "other", "o/1", 0, 1, 0, "l", b""),
     "a write long settled": lambda g: events.Stored("w0", True),
-    "an operator's drain of a stranger": lambda g: events.SetAdmin("c", "r9", model.Admin.DRAINING),
+    "an operator's drain of a stranger": lambda g: events.SetAdmin("c", "r9", states.Admin.DRAINING),
     "an operator's pause of a stranger": lambda g: events.SetPause("c", 1e9, ("r9",), "operator", True),
     "an order to a stranger to sleep": lambda g: events.SetSleep("c", 1e9, "r9", 1),
     "an order to a stranger to wake": lambda g: events.SetAwake("c", 1e9, "r9", ()),

@@ -7,8 +7,9 @@ import pytest
 from tests.core.harness import Agent, wanted
 from weightplane.controlplane.core import replica
 from weightplane.controlplane.core.desired import ArmedCall
-from weightplane.controlplane.core.model import Held, Mode, PauseMode, Stage
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Mode, PauseMode, Stage
 
 NO = Failure(Reason.ENGINE, "no")
 CALL = (ArmedCall(1, (("c", 0, 4),)),)

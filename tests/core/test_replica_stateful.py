@@ -12,8 +12,9 @@ from tests.core.harness import wanted
 from tests.sim import invariants as inv
 from weightplane.controlplane.core import desired, replica
 from weightplane.controlplane.core.desired import ArmedCall
-from weightplane.controlplane.core.model import Held, Mode, PauseMode
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Mode, PauseMode
 
 IDS = ("u1", "u2", "u3")
 NO = Failure(Reason.ENGINE, "no")

@@ -10,8 +10,9 @@ from tests.core.harness import Agent, Group, wanted
 from weightplane.controlplane.core import events, replica
 from weightplane.controlplane.core.evolve import replace
 from weightplane.controlplane.core.members import may_join, routable
-from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Admin, Held, SleepOrder, Stage, Weights
+from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Held, SleepOrder
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Admin, Stage, Weights
 
 LOST = Failure(Reason.ENGINE, "its weights were dropped by a sleep of level 2", "r0")
 

@@ -6,22 +6,11 @@ from dataclasses import replace
 
 from weightplane.controlplane.core import events as ev
 from weightplane.controlplane.core.group import step
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.members import may_join
-from weightplane.controlplane.core.model import (
-    Config,
-    GroupState,
-    Held,
-    Liveness,
-    Mode,
-    Options,
-    Part,
-    Phase,
-    Rank,
-    Replica,
-    Stage,
-    Trainer,
-    Update,
-)
+from weightplane.controlplane.core.model import Config, Held, Rank, Replica, Trainer
+from weightplane.controlplane.core.states import Liveness, Mode, Phase, Stage
+from weightplane.controlplane.core.update_state import Options, Part, Update
 
 CONFIG = Config(beat_s=1.0, ttl_s=3.0)
 

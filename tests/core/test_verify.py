@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import Evidence, Verify
 from weightplane.controlplane.core.placement import Placement, full_placement
 from weightplane.controlplane.core.planner import make_plan
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.core.shards import chunk_placement
+from weightplane.controlplane.core.states import Evidence, Verify
 from weightplane.controlplane.core.verify import PlanIndex, WorkerReceipt, compare, expected_table, sampled_regions
 
 MANIFEST = Manifest.of(

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tests.loop import Loop
-from weightplane.controlplane.core.model import Config, GroupState
+from weightplane.controlplane.core.group_state import GroupState
+from weightplane.controlplane.core.model import Config
 from weightplane.controlplane.server.app import Running, ServerConfig, serve
 from weightplane.controlplane.server.security import Security
 from weightplane.controlplane.store.memory import Disk, MemoryStore

@@ -21,8 +21,9 @@ from tests.inference_agent.trainer import Trainer, state_of
 from tests.server.certificates import HAS_OPENSSL, authority, certificate
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import NONE_HELD, Admin, Held, Mode, PauseMode, Verify, Weights
+from weightplane.controlplane.core.model import NONE_HELD, Held
 from weightplane.controlplane.core.shards import chunk_placement
+from weightplane.controlplane.core.states import Admin, Mode, PauseMode, Verify, Weights
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.heartbeat import HelperStatus
 from weightplane.controlplane.server.security import Security, Tls, parse_tokens

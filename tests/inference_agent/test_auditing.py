@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from weightplane.controlplane.core.model import CachePolicy, Condition, Declaration, PauseMode
+from weightplane.controlplane.core.model import Condition, Declaration
+from weightplane.controlplane.core.states import CachePolicy, PauseMode
 from weightplane.controlplane.server import convert
 from weightplane.inference_agent import auditing, codec
 from weightplane.inference_agent.auditing import Auditor

@@ -9,7 +9,7 @@ from torch import nn
 from tests.inference_agent.models import Awkward, manifest_of
 from tests.inference_agent.test_receipts import Worker
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Verify
+from weightplane.controlplane.core.states import Verify
 from weightplane.inference_agent.engines import arena
 from weightplane.inference_agent.engines.base import Engine, EngineError
 from weightplane.inference_agent.engines.conformance import EngineConformance

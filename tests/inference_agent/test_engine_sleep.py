@@ -12,7 +12,8 @@ from torch import nn
 from tests.inference_agent.models import manifest_of
 from tests.inference_agent.server import eventually, server
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Mode, PauseMode
+from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS
+from weightplane.controlplane.core.states import Mode, PauseMode
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import Engine, EngineError, EngineUpdate
 from weightplane.inference_agent.engines.conformance import EngineConformance

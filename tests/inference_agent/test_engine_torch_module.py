@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.inference_agent.models import Awkward, Constant, manifest_of
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import CachePolicy, Mode, PauseMode
+from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.engines import arena, live
 from weightplane.inference_agent.engines.base import Engine, EngineError, EngineUpdate
 from weightplane.inference_agent.engines.conformance import EngineConformance, fill, values_for

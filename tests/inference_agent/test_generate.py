@@ -14,7 +14,7 @@ import torch
 
 from tests.inference_agent.models import manifest_of
 from tests.inference_agent.process import demo_engine
-from weightplane.controlplane.core.model import CachePolicy, Mode, PauseMode
+from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.engines.base import EngineUpdate
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.inference_agent.generate import GenerateServer

@@ -16,7 +16,8 @@ import grpc
 import pytest
 
 from tests.inference_agent.server import Server, eventually, server
-from weightplane.controlplane.core.model import Liveness, Process, Replica
+from weightplane.controlplane.core.model import Replica
+from weightplane.controlplane.core.states import Liveness, Process
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus
 from weightplane.controlplane.heartbeat_process import Parent

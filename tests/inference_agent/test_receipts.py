@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.placement import Piece, Placement, full_box, full_placement
 from weightplane.controlplane.core.plan import Bucket, Plan
 from weightplane.controlplane.core.planner import make_plan
+from weightplane.controlplane.core.states import Verify
 from weightplane.controlplane.core.verify import sampled_regions
 from weightplane.inference_agent import receipts, regions
 from weightplane.inference_agent.engines.base import EngineError, LocalTensors

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.inference_agent.server import FAST, eventually, server
 from weightplane.controlplane.core.evolve import replace
-from weightplane.controlplane.core.model import Liveness
+from weightplane.controlplane.core.states import Liveness
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.heartbeat import HeartbeatHelper
 from weightplane.inference_agent.agent import InferenceAgent

@@ -14,7 +14,7 @@ import pytest
 from tests.inference_agent.server import Server, server
 from tests.inference_agent.test_agent import Pair
 from weightplane.controlplane.core.events import Report
-from weightplane.controlplane.core.model import Evidence, Stage
+from weightplane.controlplane.core.states import Evidence, Stage
 from weightplane.controlplane.dial import Dial
 from weightplane.inference_agent import operations
 from weightplane.inference_agent.rpc import AgentCalls

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Channel, Mode, Offer, PauseMode, Verify
+from weightplane.controlplane.core.model import Channel, Offer
 from weightplane.controlplane.core.placement import Placement, full_placement
 from weightplane.controlplane.core.plan import Plan
+from weightplane.controlplane.core.states import Mode, PauseMode, Verify
 from weightplane.controlplane.core.verify import sampled_regions
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.host import host_id

@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from weightplane.cli.main import app
-from weightplane.controlplane.core.model import CachePolicy, Declaration
+from weightplane.controlplane.core.model import Declaration
+from weightplane.controlplane.core.states import CachePolicy
 from weightplane.inference_agent.engines.vllm.audit import audit
 from weightplane.inference_agent.engines.vllm.conditions import conditions_of
 from weightplane.inference_agent.engines.vllm.drivers import DriverError

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from weightplane.controlplane.core.model import CachePolicy, Declaration, PauseMode
+from weightplane.controlplane.core.model import Declaration
+from weightplane.controlplane.core.states import CachePolicy, PauseMode
 from weightplane.inference_agent.engines.vllm.conditions import conditions_of
 from weightplane.inference_agent.engines.vllm.http import HttpDriver
 from weightplane.inference_agent.engines.vllm.reading import EngineUnreadable, read_config, read_server

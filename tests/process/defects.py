@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.process.coded import serve
-from weightplane.controlplane.core.model import NONE_HELD, PauseMode
+from weightplane.controlplane.core.model import NONE_HELD
+from weightplane.controlplane.core.states import PauseMode
 from weightplane.inference_agent.engines.base import EngineUpdate, VersionTag
 from weightplane.inference_agent.engines.gate import PauseGate
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine

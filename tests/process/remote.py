@@ -22,8 +22,9 @@ import torch
 
 from tests.process.coded import LAYERS, SIZE, Coded, generator_of
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import CachePolicy, Evidence, Held, Mode, PauseMode
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.placement import full_box
+from weightplane.controlplane.core.states import CachePolicy, Evidence, Mode, PauseMode
 from weightplane.inference_agent.engines.base import (
     Description,
     Engine,

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from tests.server.scripted import FAST, Replica, Trainer, fleet, refused, server, until
-from weightplane.controlplane.core.model import Admin, Weights
+from weightplane.controlplane.core.states import Admin, Weights
 from weightplane.controlplane.server.app import Running, ServerConfig
 from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.v1 import agent_pb2 as ag

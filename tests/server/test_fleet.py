@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from tests.server.scripted import Replica, fleet, refused, server, until
-from weightplane.controlplane.core.model import Admin
+from weightplane.controlplane.core.states import Admin
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import common_pb2 as cm
 from weightplane.v1 import fleet_pb2 as fl

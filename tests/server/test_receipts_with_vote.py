@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.scripted import Replica, fleet, reason_of, refused, server, until
-from weightplane.controlplane.core.model import Weights
+from weightplane.controlplane.core.states import Weights
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import common_pb2 as cm
 from weightplane.v1 import update_pb2 as up

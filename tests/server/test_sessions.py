@@ -21,7 +21,7 @@ from tests.server.scripted import (
     server,
     until,
 )
-from weightplane.controlplane.core.model import Liveness, Weights
+from weightplane.controlplane.core.states import Liveness, Weights
 from weightplane.controlplane.server.app import ServerConfig
 from weightplane.controlplane.server.artifacts import Limits
 from weightplane.controlplane.store.memory import MemoryStore

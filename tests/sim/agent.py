@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weightplane.controlplane.core import events, model, replica
-from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Held, Mode, PauseMode
+from weightplane.controlplane.core import events, model, replica, states
+from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Held
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Mode, PauseMode
 
 from .serving import Copies
 from .world import CONDITION, PIECES, Session, World, short
@@ -268,7 +269,7 @@ class Agent:
             workers=workers,
             modes=self.modes,
             pause_modes=(PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT),
-            cache_policies=(model.CachePolicy.CLEAR, model.CachePolicy.KEEP),
+            cache_policies=(states.CachePolicy.CLEAR, states.CachePolicy.KEEP),
             sleep_levels=self.levels,
         )
 
@@ -276,7 +277,7 @@ class Agent:
         """The helper's heartbeat; a stop of the agent's process does not stop it."""
         self.world.after(1.0, self._beat_again, self.life)
         if self.session is not None and not self.helper_stopped and self.alive:
-            process = model.Process.STOPPED if self.stopped else model.Process.RUNNING
+            process = states.Process.STOPPED if self.stopped else states.Process.RUNNING
             self.session.up(events.Beat(self.rid, self.incarnation, 0, self.progress, process))
 
     def _beat_again(self, life: int) -> None:

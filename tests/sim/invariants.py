@@ -7,18 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightplane.controlplane.core import desired, events, members, model, replica
-from weightplane.controlplane.core.model import (
-    NONE_HELD,
-    Admin,
-    GroupState,
-    Held,
-    Liveness,
-    Mode,
-    Phase,
-    Weights,
-)
+from weightplane.controlplane.core import desired, events, members, model, replica, states, update_state
+from weightplane.controlplane.core.group_state import GroupState
+from weightplane.controlplane.core.model import NONE_HELD, Held
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import Admin, Liveness, Mode, Phase, Weights
 
 BEFORE = (Phase.PREPARING, Phase.TRANSFERRING, Phase.VERIFYING)
 
@@ -108,7 +101,7 @@ def inv_ends_in_time(s: GroupState, now: float) -> None:
         raise Violation("inv_ends_in_time", f"{u.update_id} is {u.phase} {now - u.deadline:.2f} s past its deadline")
 
 
-def inv_participants_frozen(before: model.Update | None, after: model.Update) -> None:
+def inv_participants_frozen(before: update_state.Update | None, after: update_state.Update) -> None:
     """Participants (replica, incarnation, mode, channels) never change once frozen."""
     if before is not None:
         old = [(p.replica_id, p.incarnation, p.mode, p.channels) for p in before.parts.values()]
@@ -117,7 +110,7 @@ def inv_participants_frozen(before: model.Update | None, after: model.Update) ->
             raise Violation("inv_participants_frozen", f"{after.update_id}: participants went from {old} to {new}")
 
 
-def inv_only_eligible_join(s: GroupState, u: model.Update, now: float) -> None:
+def inv_only_eligible_join(s: GroupState, u: update_state.Update, now: float) -> None:
     """Who is frozen has a live lease, may join by its administrative state, and is bound; enough take part."""
     if len(u.parts) < max(1, s.policy.min_replicas):
         raise Violation("inv_only_eligible_join", f"{u.update_id} opened with {len(u.parts)} participant(s)")
@@ -200,7 +193,7 @@ def inv_sleep_alone(after: replica.ReplicaState, effects: list[Any]) -> None:
         raise Violation("inv_sleep_alone", f"{after.incarnation} falls asleep in the middle of {t.want.update_id}")
 
 
-def inv_channels(s: GroupState, u: model.Update) -> None:
+def inv_channels(s: GroupState, u: update_state.Update) -> None:
     """Every worker of a participant receives by one channel that it is a member of; a channel never mixes modes."""
     channels = {c.channel_id: c for c in s.trainer.channels} if s.trainer is not None else {}
     modes: dict[str, Mode] = {}
@@ -237,7 +230,7 @@ def inv_one_update(before: GroupState, event: Any, after: GroupState, effects: l
             raise Violation("inv_one_update", f"{b.update_id} goes on although {event.update_id} supersedes it")
 
 
-def inv_pending_first(s: GroupState, u: model.Update, agents: dict[str, Any], decided: dict[str, int]) -> None:
+def inv_pending_first(s: GroupState, u: update_state.Update, agents: dict[str, Any], decided: dict[str, int]) -> None:
     """PENDING is resolved before that replica joins another update."""
     for p in u.parts.values():
         r = s.replicas[p.replica_id]
@@ -251,7 +244,7 @@ def inv_pending_first(s: GroupState, u: model.Update, agents: dict[str, Any], de
             raise Violation("inv_pending_first", f"{p.replica_id} owes {t.want.update_id} and joins {u.update_id}")
 
 
-def inv_finish_complete(u: model.Update, receipts: dict[Any, Any], min_replicas: int) -> None:
+def inv_finish_complete(u: update_state.Update, receipts: dict[Any, Any], min_replicas: int) -> None:
     """A decision needs every active participant prepared and verified, on bytes that are whole, and enough of them."""
     active = [p for p in u.parts.values() if not p.excluded]
     need = max(u.options.at_least or len(u.parts), min_replicas, 1)
@@ -302,7 +295,7 @@ def inv_one_outcome(s: GroupState, want: desired.DesiredReplica, decided: dict[s
                 raise Violation("inv_one_outcome", f"{want.replica_id} is told to drop {update_id}, which is decided")
 
 
-def inv_excluded_never_votes(s: GroupState, u: model.Update, want: desired.DesiredReplica | None = None) -> None:
+def inv_excluded_never_votes(s: GroupState, u: update_state.Update, want: desired.DesiredReplica | None = None) -> None:
     """Who was excluded has no vote and is never told to commit."""
     for p in u.parts.values():
         if p.excluded and p.voted:
@@ -320,7 +313,7 @@ def inv_excluded_never_applies(s: GroupState, want: desired.DesiredReplica) -> N
             raise Violation("inv_excluded_never_votes", f"excluded {want.replica_id} is told to commit {update_id}")
 
 
-def inv_quiesced(u: model.Update, agents: dict[str, Any], leads: bool) -> None:
+def inv_quiesced(u: update_state.Update, agents: dict[str, Any], leads: bool) -> None:
     """ABORTED is reported per member: drained, gone, or listed as unquiesced; and drained is true."""
     for p in u.parts.values():
         if not (p.quiesced or p.gone or p.unquiesced):
@@ -549,7 +542,7 @@ def inv_vote_is_true(before: replica.ReplicaState, after: replica.ReplicaState, 
         raise Violation(
             "inv_vote_is_true", f"{after.incarnation} votes for {a.want.update_id}, workers {short} lack bytes"
         )
-    fenced = a.want.mode is Mode.IN_PLACE or a.want.pause is model.PauseMode.WAIT
+    fenced = a.want.mode is Mode.IN_PLACE or a.want.pause is states.PauseMode.WAIT
     if fenced and not agent.engine.paused:
         raise Violation("inv_vote_is_true", f"{after.incarnation} votes for {a.want.update_id} while it generates")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightplane.controlplane.core import events, model, replica
-from weightplane.controlplane.core.model import Held, Phase
+from weightplane.controlplane.core import events, model, replica, states
+from weightplane.controlplane.core.model import Held
+from weightplane.controlplane.core.states import Phase
 
 from . import invariants as inv
 
@@ -88,7 +89,7 @@ class Judge:
         key: Any = None
         if kind is events.Beat:
             key = (before.epoch, e.agent_id, e.generation if e.agent_id.startswith("rank/") else e.incarnation)
-            if e.process is model.Process.STOPPED:
+            if e.process is states.Process.STOPPED:
                 self.stopped.setdefault(key, self.w.now)
             else:
                 self.stopped.pop(key, None)
@@ -120,7 +121,7 @@ class Judge:
                 inv.inv_only_eligible_join(after, a, w.now)
                 inv.inv_channels(after, a)
                 inv.inv_pending_first(after, a, w.agents, self.decided)
-                if self.rewinding and c is w.leader and a.options.pause is not model.PauseMode.ABORT:
+                if self.rewinding and c is w.leader and a.options.pause is not states.PauseMode.ABORT:
                     raise inv.Violation("inv_rewind", f"{a.update_id} pauses with {a.options.pause} while rewinding")
             inv.inv_participants_frozen(u if same else None, a)
             inv.inv_excluded_never_votes(after, a)

@@ -19,17 +19,18 @@ from weightplane.controlplane.core import (
     group,
     holders,
     members,
-    model,
     negotiate,
     operators,
     progress,
     replica,
     sleeping,
     starting,
+    states,
     trainers,
 )
-from weightplane.controlplane.core.model import NONE_HELD, Mode, PauseMode, Phase, Weights
+from weightplane.controlplane.core.model import NONE_HELD
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Mode, PauseMode, Phase, Weights
 from weightplane.controlplane.store import records
 
 __all__ = ["PLANTS", "Plant", "planted"]
@@ -172,7 +173,7 @@ def agents_obey_any_epoch(p: Patch) -> None:
 @plant("rule 2", "inv_only_eligible_join")
 def drained_replicas_join(p: Patch) -> None:
     """The table says that a DRAINING replica may join."""
-    p.item(members._ADMIN_JOINS, model.Admin.DRAINING, (True, True))
+    p.item(members._ADMIN_JOINS, states.Admin.DRAINING, (True, True))
 
 
 @plant("rule 2", "inv_participants_frozen")
@@ -691,7 +692,7 @@ def sleeps_beside_an_update(p: Patch) -> None:
 @plant("no update onto weights asleep", "inv_only_eligible_join", boost=("o.sleep",))
 def asleep_joins(p: Patch) -> None:
     """Who is ASLEEP may join an update."""
-    p.item(members._ADMIN_JOINS, model.Admin.ASLEEP, (True, True))
+    p.item(members._ADMIN_JOINS, states.Admin.ASLEEP, (True, True))
 
 
 @plant("no update onto weights asleep", "inv_sleep_alone", boost=("o.sleep", "c.crash"))

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from weightplane.controlplane.core import events, holders, model
-from weightplane.controlplane.core.model import Admin, Mode, PauseMode, Weights
+from weightplane.controlplane.core.states import Admin, Mode, PauseMode, Weights
 
 from .agent import Agent
 from .faults import Fault, Profile, draw

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from weightplane.controlplane.core import desired, events, holders, model
-from weightplane.controlplane.core.model import Held, Mode, PauseMode
+from weightplane.controlplane.core import desired, events, group_state, holders, model, states, update_state
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Mode, PauseMode
 
 from .serving import Copies
 from .world import PIECES, Reply_LOST, World
@@ -28,7 +29,7 @@ class Publish:
     at_least: int | None = None
     on_busy: str = "REFUSE"
     calls: int = 1
-    verify: model.Verify = model.Verify.DEFAULT
+    verify: states.Verify = states.Verify.DEFAULT
     timeout: float = 0.0
     abort_midway: bool = False
     selector: tuple[tuple[str, str], ...] = ()
@@ -109,7 +110,7 @@ class Trainer:
         self.world.after(1.0, self.beat, life)
         c = self.world.leader
         if self.generation and not self.watch and self.up() and c is not None:
-            process = model.Process.STOPPED if self.stopped else model.Process.RUNNING
+            process = states.Process.STOPPED if self.stopped else states.Process.RUNNING
             for r in range(self.world_size):
                 e = events.Beat(f"rank/{r}", self.incarnation, self.generation, 0, process)
                 self.world.after(self.world.latency(), self._beat_arrives, c, e)
@@ -297,7 +298,7 @@ class Trainer:
             at_least=r.choice((None, None, 0, 1, small)),
             on_busy=r.choice(("REFUSE", "WAIT", "SUPERSEDE")),
             calls=r.choice((1, 1, 2, 3)),
-            verify=r.choice((model.Verify.DEFAULT, model.Verify.DEFAULT, model.Verify.SAMPLED, model.Verify.OFF)),
+            verify=r.choice((states.Verify.DEFAULT, states.Verify.DEFAULT, states.Verify.SAMPLED, states.Verify.OFF)),
             timeout=r.choice((0.0, 0.0, 5.0, 2.0)),
             abort_midway=r.random() < 0.04,
             selector=(("zone", "a"),) if r.random() < 0.03 else (),
@@ -359,7 +360,7 @@ class Trainer:
             )
         return str(failure)
 
-    def send(self, p: Publish, u: model.Update, epoch: int, plans: list[tuple[str, str]]) -> Script:
+    def send(self, p: Publish, u: update_state.Update, epoch: int, plans: list[tuple[str, str]]) -> Script:
         """The calls, the bytes, the digests."""
         w = self.world
         # staged channels first, in calls of their own, where the modes are mixed
@@ -373,7 +374,7 @@ class Trainer:
                 rounds.extend(tuple((c, first, n) for c in together) for first, n in cuts)
         digests_at = len(rounds) - 1 if p.digests_late and not (staged and placed) else 0
         for seq, ranges in enumerate(rounds, 1):
-            if seq - 1 == digests_at and p.verify is not model.Verify.OFF:
+            if seq - 1 == digests_at and p.verify is not states.Verify.OFF:
                 failure = yield from self.digests(u.update_id, epoch, plans)
                 if failure is not None:
                     return failure
@@ -405,7 +406,7 @@ class Trainer:
                 return failure
         return None
 
-    def wire(self, u: model.Update, seq: int, ranges: tuple[tuple[str, int, int], ...]) -> None:
+    def wire(self, u: update_state.Update, seq: int, ranges: tuple[tuple[str, int, int], ...]) -> None:
         """The bytes of one call, to every receiver of its channels."""
         w = self.world
         w.judge.bytes_sent(u, seq, ranges)
@@ -447,7 +448,7 @@ class Trainer:
             yield 0.5
 
 
-def left_out(s: model.GroupState, now: float) -> bool:
+def left_out(s: group_state.GroupState, now: float) -> bool:
     """Whether an update would go without somebody who is caught up, or will be."""
     could = holders.holders(s)
     return bool(s.catch_ups) or any(holders.waits(s, r, now, could) for r in s.replicas.values())

@@ -9,7 +9,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from weightplane.controlplane.core import desired, events, group, kept, model
+from weightplane.controlplane.core import desired, events, group, group_state, kept, model, states, update_state
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.store.base import StoreError, StoreUnknown
 from weightplane.controlplane.store.memory import Disk, MemoryStore
@@ -243,10 +243,10 @@ class Coordinator:
         self.receipts: dict[tuple[str, str, str], Any] = {}
         self.store = MemoryStore(world.disk)
         self.busy_until = 0.0
-        self.writes: list[tuple[events.Write, model.GroupState, kept.Kept | None]] = []
+        self.writes: list[tuple[events.Write, group_state.GroupState, kept.Kept | None]] = []
         loaded = self.store.open()
         stored = loaded.groups.get("g")
-        state = stored.state if stored else model.GroupState("g", loaded.cluster_id, loaded.epoch, policy=POLICY)
+        state = stored.state if stored else group_state.GroupState("g", loaded.cluster_id, loaded.epoch, policy=POLICY)
         state = replace(state, config=CONFIG, epoch=loaded.epoch)
         self.known: dict[str, model.Held] = {}  # by update: what its digests are of, as the trainer gave them
         self.damaged = False
@@ -254,7 +254,7 @@ class Coordinator:
             state = replace(state, unproven=self._recall(stored.kept, state))
         self.state, self.aborted = group.restarted(state, stored.frozen if stored else None, loaded.epoch, world.now)
 
-    def _recall(self, found: kept.Kept | None, state: model.GroupState) -> str:
+    def _recall(self, found: kept.Kept | None, state: group_state.GroupState) -> str:
         """Take over what was stored to prove the committed version; now and then the disk has damaged it."""
         if found is not None and self.world.faulty and self.rng.random() < 0.1:
             self.damaged = True
@@ -334,7 +334,9 @@ class Coordinator:
         failure = Failure(Reason.PLACEMENT_MISMATCH, f"no placement of {missing}") if missing else None
         if self.world.profile.plan_fails and self.world.faulty and self.rng.random() < 0.01:
             failure = Failure(Reason.PLACEMENT_MISMATCH, "the shapes do not fit")
-        summary = model.PlanSummary(f"plan-{e.update_id}-{e.channel_id}", PIECES, 3000, {}) if not failure else None
+        summary = (
+            update_state.PlanSummary(f"plan-{e.update_id}-{e.channel_id}", PIECES, 3000, {}) if not failure else None
+        )
         self.later(events.PlanMade(e.update_id, e.channel_id, summary, failure))
 
     def compare(self, e: events.Compare) -> None:
@@ -356,7 +358,7 @@ class Coordinator:
             asked = [int(m.rpartition("/")[2]) for _, members in e.plans for m in members]
             fine = got is not None and all_are([got[w] for w in asked], u.held)
             failure = None if fine else BAD_DIGEST
-        evidence = model.Evidence.RECEIVED if failure is None else model.Evidence.NONE
+        evidence = states.Evidence.RECEIVED if failure is None else states.Evidence.NONE
         self.take(events.Verified(e.update_id, e.replica_id, e.incarnation, evidence, failure))
 
     def write(self, e: events.Write) -> None:
@@ -430,7 +432,7 @@ class Coordinator:
         self.world.after(self.rng.uniform(0.3, 3.0) if slow else self.rng.uniform(0.001, 0.03), self.take, event)
 
 
-def probe(rng: Random, s: model.GroupState) -> Any:
+def probe(rng: Random, s: group_state.GroupState) -> Any:
     """Something that may happen at any moment, at the moment when an update enters a phase."""
     t, u = s.trainer, s.open
     assert t is not None and u is not None
@@ -452,7 +454,7 @@ def probe(rng: Random, s: model.GroupState) -> Any:
         events.DigestsIn(t.generation, u.update_id, u.epoch, 0, "plan-of-nobody"),
         events.SetPolicy(call, s.policy),
         events.SetPause(call, soon, (r.replica_id,), "operator", False),
-        events.SetAdmin(call, r.replica_id, model.Admin.ACTIVE),
+        events.SetAdmin(call, r.replica_id, states.Admin.ACTIVE),
         events.SetSleep(call, soon, r.replica_id, rng.choice((1, 2))),
         events.SetAwake(call, soon, r.replica_id, ()),
         events.CallGone(call),
@@ -461,7 +463,7 @@ def probe(rng: Random, s: model.GroupState) -> Any:
         events.ReplicaHello(r.session, r),
         events.Conditions(r.replica_id, r.incarnation, ()),
         events.PlanMade("u-old", "c-old", None),
-        events.Verified("u-old", r.replica_id, r.incarnation, model.Evidence.NONE),
+        events.Verified("u-old", r.replica_id, r.incarnation, states.Evidence.NONE),
     ]
     rare = [
         events.AbortUpdate(call, soon, 0, u.update_id, "probe"),

@@ -10,7 +10,7 @@ import sys
 
 from tests.store.helpers import GROUP, Desk, aborted, committed, proven, state, trainer, update
 from weightplane.controlplane.core.group import restarted
-from weightplane.controlplane.core.model import Admin
+from weightplane.controlplane.core.states import Admin
 from weightplane.controlplane.store.sqlite import SqliteStore
 
 

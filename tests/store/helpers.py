@@ -10,23 +10,15 @@ from typing import Any
 
 from weightplane.controlplane.core import kept as core
 from weightplane.controlplane.core.events import Write
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.kept import Kept
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import (
-    Admin,
-    Config,
-    GroupState,
-    Mode,
-    Options,
-    Part,
-    Phase,
-    Replica,
-    Trainer,
-    Update,
-)
+from weightplane.controlplane.core.model import Config, Replica, Trainer
 from weightplane.controlplane.core.placement import full_placement
 from weightplane.controlplane.core.planner import make_plan
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Admin, Mode, Phase
+from weightplane.controlplane.core.update_state import Options, Part, Update
 from weightplane.controlplane.store import Store, StoredGroup
 from weightplane.controlplane.store.memory import Disk, MemoryStore
 from weightplane.controlplane.store.sqlite import SqliteStore

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.store.helpers import trainer, update
-from weightplane.controlplane.core import model as m
+from weightplane.controlplane.core.model import Policy, Rank, Timings, Trainer, Waiter
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.update_state import Call, Options, Parity, Part, PlanSummary, Update
 from weightplane.controlplane.store import StoreError, codec
 
 _FLOATS = st.floats(allow_nan=False)
@@ -29,28 +30,28 @@ def every(cls: type[Any], **given_: st.SearchStrategy[Any]) -> st.SearchStrategy
 
 
 failures = every(Failure)
-parts = every(m.Part, failure=st.none() | failures, timings=every(m.Timings))
+parts = every(Part, failure=st.none() | failures, timings=every(Timings))
 updates = every(
-    m.Update,
-    options=every(m.Options),
+    Update,
+    options=every(Options),
     parts=st.lists(parts, max_size=3).map(lambda ps: {p.replica_id: p for p in ps}),
-    plans=st.dictionaries(st.text(), every(m.PlanSummary), max_size=2),
-    calls=st.lists(every(m.Call), max_size=2).map(tuple),
+    plans=st.dictionaries(st.text(), every(PlanSummary), max_size=2),
+    calls=st.lists(every(Call), max_size=2).map(tuple),
     failure=st.none() | failures,
-    parity=st.lists(every(m.Parity), max_size=2).map(tuple),
+    parity=st.lists(every(Parity), max_size=2).map(tuple),
     waiters=st.just(()),
     write_id=st.just(""),
 )
-policies = every(m.Policy)
+policies = every(Policy)
 trainers = st.builds(
-    m.Trainer, st.text(), st.text(), st.integers(), st.integers(), st.text(), closed=st.booleans()
+    Trainer, st.text(), st.text(), st.integers(), st.integers(), st.text(), closed=st.booleans()
 )  # the other fields are transient
 relaxed = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
 
 
 @relaxed
 @given(updates)
-def test_an_update_comes_back_whole(u: m.Update) -> None:
+def test_an_update_comes_back_whole(u: Update) -> None:
     back = codec.decode_update(codec.loads(codec.dumps(codec.encode_update(u))))
     assert back == u
     assert list(back.parts) == list(u.parts)
@@ -59,7 +60,7 @@ def test_an_update_comes_back_whole(u: m.Update) -> None:
 
 @relaxed
 @given(policies, trainers)
-def test_policies_and_trainers_come_back_whole(policy: m.Policy, t: m.Trainer) -> None:
+def test_policies_and_trainers_come_back_whole(policy: Policy, t: Trainer) -> None:
     assert codec.decode_policy(codec.loads(codec.dumps(codec.encode_policy(policy)))) == policy
     assert codec.decode_trainer(codec.loads(codec.dumps(codec.encode_trainer(t)))) == t
 
@@ -67,19 +68,19 @@ def test_policies_and_trainers_come_back_whole(policy: m.Policy, t: m.Trainer) -
 @pytest.mark.parametrize(
     "cls, doc",
     [
-        (m.Update, codec.encode_update(update(1))),
-        (m.Trainer, codec.encode_trainer(trainer())),
-        (m.Policy, codec.encode_policy(m.Policy())),
-        (m.Options, codec.encode_update(update(1))["options"]),
-        (m.PlanSummary, codec.encode_update(dataclasses.replace(update(1), plans={"c": m.PlanSummary("p", 1, 1, {})}))),
-        (m.Call, codec.encode_update(dataclasses.replace(update(1), calls=(m.Call(1, (), frozenset()),)))),
+        (Update, codec.encode_update(update(1))),
+        (Trainer, codec.encode_trainer(trainer())),
+        (Policy, codec.encode_policy(Policy())),
+        (Options, codec.encode_update(update(1))["options"]),
+        (PlanSummary, codec.encode_update(dataclasses.replace(update(1), plans={"c": PlanSummary("p", 1, 1, {})}))),
+        (Call, codec.encode_update(dataclasses.replace(update(1), calls=(Call(1, (), frozenset()),)))),
         (Failure, codec.encode_update(dataclasses.replace(update(1), failure=Failure(Reason.DEADLINE, "x")))),
     ],
 )
 def test_each_field_of_the_core_is_stored_or_named_transient(cls: type[Any], doc: dict[str, Any]) -> None:
-    if cls is m.PlanSummary:
+    if cls is PlanSummary:
         doc = doc["plans"]["c"]
-    elif cls is m.Call:
+    elif cls is Call:
         doc = doc["calls"][0]
     elif cls is Failure:
         doc = doc["failure"]
@@ -90,7 +91,7 @@ def test_each_field_of_the_core_is_stored_or_named_transient(cls: type[Any], doc
 def test_a_row_holds_each_field_of_a_part() -> None:
     u = update(1)
     (row, *_) = codec.encode_update(u)["parts"]
-    names = [f.name for f in dataclasses.fields(m.Part)]
+    names = [f.name for f in dataclasses.fields(Part)]
     part = next(iter(u.parts.values()))
     assert len(row) == len(names)
     for name, value in zip(names, row, strict=True):
@@ -100,15 +101,15 @@ def test_a_row_holds_each_field_of_a_part() -> None:
 
 
 def test_transient_fields_are_left_out() -> None:
-    u = dataclasses.replace(update(1), waiters=(m.Waiter("c1", "start"),), write_id="w1")
+    u = dataclasses.replace(update(1), waiters=(Waiter("c1", "start"),), write_id="w1")
     assert codec.decode_update(codec.encode_update(u)) == dataclasses.replace(u, waiters=(), write_id="")
-    t = dataclasses.replace(trainer(), ranks={0: m.Rank(0)}, seed=b"secret", durable=True)
+    t = dataclasses.replace(trainer(), ranks={0: Rank(0)}, seed=b"secret", durable=True)
     assert codec.decode_trainer(codec.encode_trainer(t)) == trainer()
     assert "secret" not in json.dumps(codec.encode_trainer(t))
 
 
 def test_nan_and_infinity_reported_by_a_member_do_not_stop_a_decision() -> None:
-    part = dataclasses.replace(update(1).parts["r0"], timings=m.Timings(math.nan, math.inf))
+    part = dataclasses.replace(update(1).parts["r0"], timings=Timings(math.nan, math.inf))
     u = dataclasses.replace(update(1), parts={"r0": part})
     back = codec.decode_update(codec.loads(codec.dumps(codec.encode_update(u)))).parts["r0"].timings
     assert math.isnan(back.wire_s) and back.verify_s == math.inf

@@ -9,9 +9,9 @@ import pytest
 
 from tests.store.helpers import GROUP, Desk, Opener, aborted, committed, desk, reopen, state, update
 from weightplane.controlplane import failpoints
-from weightplane.controlplane.core import model as m
 from weightplane.controlplane.core.events import Write
-from weightplane.controlplane.core.model import Admin, Held, Phase
+from weightplane.controlplane.core.model import Held, Policy
+from weightplane.controlplane.core.states import Admin, Phase, Stage
 from weightplane.controlplane.store import StoreError, StoreUnknown
 
 
@@ -82,7 +82,7 @@ def test_a_second_opener_fences_every_kind_of_write(opener: Opener, kind: str) -
         "freeze": lambda: old.freeze(update(2)),
         "decide": lambda: old.decide(update(1)),
         "close": lambda: old.close(aborted(update(1))),
-        "group": lambda: old.group(state(old.epoch, policy=m.Policy(min_replicas=7))),
+        "group": lambda: old.group(state(old.epoch, policy=Policy(min_replicas=7))),
         "roster": lambda: old.roster("r1", Admin.DRAINING),
     }[kind]()
     after = reopen(opener)
@@ -114,7 +114,7 @@ def test_a_close_records_and_never_decides(opener: Opener) -> None:
     assert not d.close(committed(update(1))), "never decided"
     assert d.decide(update(1))
     assert not d.close(aborted(update(1))), "decided"
-    done = replace(committed(update(1)), parts={"r0": replace(update(1).parts["r0"], stage=m.Stage.APPLIED)})
+    done = replace(committed(update(1)), parts={"r0": replace(update(1).parts["r0"], stage=Stage.APPLIED)})
     assert d.close(done) and d.close(done)
     assert d.freeze(update(2)) and d.close(aborted(update(2))) and not d.close(committed(update(2)))
     got = reopen(opener).state

@@ -15,7 +15,7 @@ import pytest
 
 from tests.store.helpers import GROUP
 from weightplane.controlplane.core import kept as core
-from weightplane.controlplane.core.model import Phase
+from weightplane.controlplane.core.states import Phase
 from weightplane.controlplane.store.sqlite import SqliteStore
 
 REPO = Path(__file__).resolve().parents[2]

@@ -14,7 +14,8 @@ from weightplane.controlplane import failpoints
 from weightplane.controlplane.core import kept as core
 from weightplane.controlplane.core.events import Write
 from weightplane.controlplane.core.kept import Kept, KeptError
-from weightplane.controlplane.core.model import Held, Verify
+from weightplane.controlplane.core.model import Held
+from weightplane.controlplane.core.states import Verify
 from weightplane.controlplane.core.verify import sampled_regions
 from weightplane.controlplane.store import StoreError, schema
 from weightplane.controlplane.store.sqlite import SqliteStore

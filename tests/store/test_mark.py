@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.store.helpers import Desk, committed, desk, reopen, state, trainer, update
-from weightplane.controlplane.core.model import Admin, Held
+from weightplane.controlplane.core.model import Held
+from weightplane.controlplane.core.states import Admin
 from weightplane.controlplane.store import StoreError, mark
 from weightplane.controlplane.store.sqlite import SqliteStore
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.store.helpers import GROUP, Desk, Opener, desk, reopen, state, trainer, update
-from weightplane.controlplane.core import model as m
 from weightplane.controlplane.core.events import ReplicaHello
 from weightplane.controlplane.core.group import restarted, step
-from weightplane.controlplane.core.model import Admin, Held, Liveness, Phase
+from weightplane.controlplane.core.model import Held, Policy, Rank, Replica
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import Admin, CachePolicy, Liveness, PauseMode, Phase, Verify
 
 
 def test_a_frozen_update_is_the_open_one_after_a_restart(opener: Opener) -> None:
@@ -40,8 +40,8 @@ def test_the_abort_after_a_restart_is_written_down(opener: Opener) -> None:
 
 def test_policy_trainer_and_generation_survive(opener: Opener) -> None:
     d = desk(opener)
-    policy = m.Policy(2, 3, m.CachePolicy.SALT, m.PauseMode.WAIT, "RETRY", 4, m.Verify.SAMPLED, 55.5)
-    full = replace(trainer(3), ranks={0: m.Rank(0)}, seed=b"s" * 32, channels=(), placements={"m": {0: "p"}})
+    policy = Policy(2, 3, CachePolicy.SALT, PauseMode.WAIT, "RETRY", 4, Verify.SAMPLED, 55.5)
+    full = replace(trainer(3), ranks={0: Rank(0)}, seed=b"s" * 32, channels=(), placements={"m": {0: "p"}})
     assert d.group(state(trainer=full, last_generation=3, policy=policy, rewinding=True))
     s = reopen(opener).state
     assert s.policy == policy and s.trainer == replace(trainer(3), durable=True) and s.last_generation == 3
@@ -51,7 +51,7 @@ def test_policy_trainer_and_generation_survive(opener: Opener) -> None:
 def test_generations_never_fall(opener: Opener) -> None:
     d = desk(opener)
     d.group(state(trainer=trainer(3), last_generation=3))
-    d.group(state(trainer=trainer(2), last_generation=2, policy=m.Policy(min_replicas=4)))
+    d.group(state(trainer=trainer(2), last_generation=2, policy=Policy(min_replicas=4)))
     s = reopen(opener).state
     assert s.last_generation == 3 and s.trainer == replace(trainer(3), durable=True) and s.policy.min_replicas == 4
 
@@ -63,7 +63,7 @@ def test_the_commit_of_the_resumed_trainer_ends_the_rewind(opener: Opener) -> No
     d.group(resumed)
     d.decide(update(1))
     d.freeze(update(2))
-    d.group(replace(resumed, policy=m.Policy(min_replicas=2)))  # asked for before the store answered
+    d.group(replace(resumed, policy=Policy(min_replicas=2)))  # asked for before the store answered
     old, d = reopen(opener).state.rewinding, desk(opener)
     assert old, "the decision was that of generation 1"
     u = replace(update(3, d.epoch), generation=2)
@@ -93,7 +93,7 @@ def test_a_pin_outlives_the_coordinator_but_not_the_engine(opener: Opener, life:
     desk(opener).roster("r1", Admin.PINNED, "life-1")
     got = reopen(opener)
     s, _ = restarted(got.state, got.frozen, 2, 0.0)
-    s, _, _ = step(s, ReplicaHello(1, m.Replica("r1", life)), 1.0)
+    s, _, _ = step(s, ReplicaHello(1, Replica("r1", life)), 1.0)
     assert s.replicas["r1"].admin is kept and s.replicas["r1"].liveness is Liveness.LIVE
 
 
@@ -103,7 +103,7 @@ def test_a_drain_outlives_both(opener: Opener, admin: Admin, life: str) -> None:
     desk(opener).roster("r1", admin, "life-1")
     got = reopen(opener)
     s, _ = restarted(got.state, got.frozen, 2, 0.0)
-    said = m.Replica("r1", life, pause_modes=(m.PauseMode.WAIT,), engine="vllm")
+    said = Replica("r1", life, pause_modes=(PauseMode.WAIT,), engine="vllm")
     s, _, _ = step(s, ReplicaHello(1, said), 1.0)
     r = s.replicas["r1"]
     assert (r.admin, r.pause_modes, r.engine) == (admin, said.pause_modes, "vllm")

@@ -18,7 +18,8 @@ import pytest
 
 from tests.store.helpers import GROUP, Desk, aborted, committed, state, trainer, update
 from weightplane.controlplane import failpoints
-from weightplane.controlplane.core.model import Admin, Held
+from weightplane.controlplane.core.model import Held
+from weightplane.controlplane.core.states import Admin
 from weightplane.controlplane.store import StoreError, StoreUnknown
 from weightplane.controlplane.store.sqlite import SqliteStore
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.trainer_agent.fleet import fleet, same
 from tests.trainer_agent.test_replay import Trainer
-from weightplane.controlplane.core.model import Verify
+from weightplane.controlplane.core.states import Verify
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent.hashing import LaneHasher
 from weightplane.trainer_agent.sources import StateDictSource

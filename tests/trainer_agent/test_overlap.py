@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.inference_agent.server import eventually
 from tests.trainer_agent.fleet import Fleet, fill, fleet, hook, same
-from weightplane.controlplane.core.model import Phase, Weights
+from weightplane.controlplane.core.states import Phase, Weights
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent.errors import UpdateFailed
 from weightplane.transports.base import PeerLost

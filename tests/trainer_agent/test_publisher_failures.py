@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tests.trainer_agent.fleet import Fleet, eventually, fill, fleet, hook, same
-from weightplane.controlplane.core.model import Liveness, PauseMode
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import Liveness, PauseMode
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent import hashing
 from weightplane.trainer_agent.errors import (

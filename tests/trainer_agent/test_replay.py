@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.placement import Piece, Placement, full_placement
 from weightplane.controlplane.core.plan import Bucket, Plan
 from weightplane.controlplane.core.planner import make_plan
+from weightplane.controlplane.core.states import Verify
 from weightplane.controlplane.core.verify import sampled_regions
 from weightplane.trainer_agent import replay
 from weightplane.trainer_agent.channels import OpenChannel

@@ -16,8 +16,9 @@ from tests.inference_agent.trainer import Trainer as Caller
 from tests.inference_agent.trainer import state_of
 from tests.trainer_agent.fleet import Fleet, eventually, fill, fleet, hook
 from tests.trainer_agent.spread import LyingGrpc, Model, spread
-from weightplane.controlplane.core.model import Held, Mode, Phase, Weights
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import Mode, Phase, Weights
 from weightplane.inference_agent import transfer
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.trainer_agent.errors import UpdateFailed

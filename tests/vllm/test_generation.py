@@ -14,7 +14,7 @@ import pytest
 
 from tests.inference_agent.server import eventually
 from weightplane.cli.client import connect
-from weightplane.controlplane.core.model import CachePolicy
+from weightplane.controlplane.core.states import CachePolicy
 from weightplane.inference_agent.engines.gate import VersionTag
 from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts, VllmOutput
 from weightplane.inference_agent.engines.vllm.spans import cache_salt, spans_of_labels

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.loop import Loop
-from weightplane.controlplane.core.model import PauseMode
+from weightplane.controlplane.core.states import PauseMode
 from weightplane.inference_agent.engines.base import EngineError
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.async_llm import AsyncDriver

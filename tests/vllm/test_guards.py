@@ -20,7 +20,7 @@ from tests.inference_agent.server import eventually, server
 from tests.loop import Loop
 from tests.vllm.orders import Orders
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import CachePolicy, Mode, PauseMode
+from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.placement import full_placement
 from weightplane.controlplane.core.planner import make_plan
+from weightplane.controlplane.core.states import Verify
 from weightplane.inference_agent.receipts import Ledger, WorkerPlan
 from weightplane.inference_agent.threads import WorkThread
 from weightplane.inference_agent.vllm_plugin.landing import Landing

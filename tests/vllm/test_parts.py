@@ -17,9 +17,10 @@ import pytest
 
 from tests.inference_agent.server import eventually
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Channel, Held, Mode, Offer, PauseMode
+from weightplane.controlplane.core.model import NONE_HELD, Channel, Held, Offer
 from weightplane.controlplane.core.placement import full_placement
 from weightplane.controlplane.core.planner import make_plan
+from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, Label

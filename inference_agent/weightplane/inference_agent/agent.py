@@ -17,8 +17,9 @@ from typing import Any
 
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.events import Report
-from weightplane.controlplane.core.model import SLEEP_TAGS, Held, PauseMode, Stage
+from weightplane.controlplane.core.model import SLEEP_TAGS, Held
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import PauseMode, Stage
 from weightplane.controlplane.dial import Dial
 from weightplane.controlplane.grpc_close import close_channels
 from weightplane.controlplane.heartbeat import HeartbeatHelper, HelperStatus

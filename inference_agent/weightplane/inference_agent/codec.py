@@ -8,23 +8,11 @@ from typing import Any
 from weightplane.controlplane.core.desired import ArmedCall, DesiredChannel, DesiredReplica, DesiredUpdate
 from weightplane.controlplane.core.events import Report
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import (
-    CachePolicy,
-    Channel,
-    Condition,
-    Declaration,
-    Evidence,
-    Held,
-    Mode,
-    Offer,
-    PauseMode,
-    SleepOrder,
-    Stage,
-    Verify,
-)
+from weightplane.controlplane.core.model import Channel, Condition, Declaration, Held, Offer, SleepOrder
 from weightplane.controlplane.core.placement import Box, Placement, full_box
 from weightplane.controlplane.core.plan import Bucket, Plan, PlanError, Region, Segment
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import CachePolicy, Evidence, Mode, PauseMode, Stage, Verify
 from weightplane.v1 import agent_pb2, common_pb2, tensor_pb2, transport_pb2, update_pb2
 
 __all__ = [

@@ -9,9 +9,10 @@ from typing import Any
 
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Evidence, Held
+from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.placement import Box, Placement
 from weightplane.controlplane.core.plan import Plan
+from weightplane.controlplane.core.states import Evidence
 from weightplane.transports.base import Transport, TransportError
 from weightplane.transports.retained import Piece, Retainer, RetainError
 from weightplane.transports.serving import Serving

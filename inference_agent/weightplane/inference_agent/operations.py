@@ -16,9 +16,10 @@ from typing import Any
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import SLEEP_TAGS, Evidence, Held, SleepOrder, Timings, Verify
+from weightplane.controlplane.core.model import SLEEP_TAGS, Held, SleepOrder, Timings
 from weightplane.controlplane.core.plan import Plan
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Evidence, Verify
 from weightplane.transports.base import PeerLost, Transport, TransportError
 from weightplane.transports.retained import Piece, Retainer
 from weightplane.transports.serving import Order

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weightplane.controlplane.core import replica as core
-from weightplane.controlplane.core.model import PauseMode
+from weightplane.controlplane.core.states import PauseMode
 
 from .engines.base import Engine
 from .threads import detached

@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 
 from weightplane.controlplane.core.manifest import DTYPE_BYTES, Manifest
-from weightplane.controlplane.core.model import Evidence, Verify
 from weightplane.controlplane.core.placement import Box
 from weightplane.controlplane.core.plan import Bucket, Plan, Segment
+from weightplane.controlplane.core.states import Evidence, Verify
 from weightplane.controlplane.core.verify import sampled_regions
 from weightplane.transports.digest import LEAF_BYTES, digest_bytes
 from weightplane.transports.digest_cuda import PartDigest, RegionGroup, digest_tensors

@@ -16,8 +16,9 @@ from functools import partial
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core.desired import DesiredUpdate
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Channel, Mode
+from weightplane.controlplane.core.model import Channel
 from weightplane.controlplane.core.plan import Bucket
+from weightplane.controlplane.core.states import Mode
 from weightplane.transports.base import ArmToken, ChannelSpec, ReceiveChannel, Transport, TransportError
 from weightplane.transports.watchdog import abort_all
 from weightplane.v1 import update_pb2

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.placement import Box
 from weightplane.controlplane.core.plan import Bucket, Plan, Segment
+from weightplane.controlplane.core.states import Verify
 from weightplane.controlplane.core.verify import sampled_regions
 from weightplane.transports import digest_cuda
 from weightplane.transports.digest import LEAF_BYTES, digest_bytes, memory_of

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Verify
 from weightplane.controlplane.core.plan import Bucket, Plan, Segment
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import Verify
 from weightplane.controlplane.failpoints import hit
 from weightplane.transports.base import ArmToken
 from weightplane.transports.buckets import SourceSpans

@@ -17,25 +17,13 @@ from dataclasses import replace as with_changes
 
 from .events import Compare, MakePlan, PlanMade, RankReport, Report, Verified
 from .evolve import replace
+from .group_state import GroupState
 from .holders import Holder, behind, channel_to, holders, lives, patience, reach
-from .model import (
-    Admin,
-    CachePolicy,
-    CatchUp,
-    GroupState,
-    Held,
-    Liveness,
-    Mode,
-    PauseMode,
-    Phase,
-    Process,
-    Replica,
-    Stage,
-    Verify,
-    Weights,
-)
+from .model import Held, Replica
 from .reasons import Failure, Reason
+from .states import Admin, CachePolicy, Liveness, Mode, PauseMode, Phase, Process, Stage, Verify, Weights
 from .tx import Tx
+from .update_state import CatchUp
 
 __all__ = [
     "drop",

@@ -5,24 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .catching import holds_back, owns, serves
-from .model import (
-    CachePolicy,
-    CatchUp,
-    Channel,
-    GroupState,
-    Held,
-    Mode,
-    Part,
-    PauseMode,
-    Phase,
-    Replica,
-    SleepOrder,
-    Stage,
-    Update,
-    Verify,
-)
+from .group_state import GroupState
+from .model import Channel, Held, Replica, SleepOrder
 from .progress import covered, gate_open
 from .reasons import Failure
+from .states import CachePolicy, Mode, PauseMode, Phase, Stage, Verify
+from .update_state import CatchUp, Part, Update
 
 __all__ = [
     "ArmedCall",

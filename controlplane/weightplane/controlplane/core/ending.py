@@ -5,10 +5,11 @@ from __future__ import annotations
 from . import parity
 from .events import ReadBack, StepDown, Stored
 from .evolve import replace
-from .model import Liveness, Part, Phase, Stage, Update, Weights
 from .persistent import PersistentMap
 from .reasons import Failure, Reason
+from .states import Liveness, Phase, Stage, Weights
 from .tx import Tx
+from .update_state import Part, Update
 
 __all__ = ["abort", "decide", "decision_stored", "maybe_aborted", "maybe_complete", "step_down", "tick"]
 

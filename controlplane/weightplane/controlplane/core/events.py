@@ -9,27 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .model import (
-    Admin,
-    CachePolicy,
-    Condition,
-    Evidence,
-    Held,
-    Mode,
-    Offer,
-    Parity,
-    PauseMode,
-    PlanSummary,
-    Policy,
-    Process,
-    Replica,
-    Retained,
-    Stage,
-    Timings,
-    Update,
-    Verify,
-)
+from .model import Condition, Held, Offer, Policy, Replica, Retained, Timings
 from .reasons import Failure
+from .states import Admin, CachePolicy, Evidence, Mode, PauseMode, Process, Stage, Verify
+from .update_state import Parity, PlanSummary, Update
 
 # --- events: agents -------------------------------------------------------------------------------------------------
 

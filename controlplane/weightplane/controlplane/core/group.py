@@ -42,9 +42,12 @@ from .events import (
     WorkerPlacement,
 )
 from .evolve import replace
-from .model import GroupState, Phase, Replica, Trainer, Update
+from .group_state import GroupState
+from .model import Replica, Trainer
 from .reasons import Failure, Reason
+from .states import Phase
 from .tx import Tx
+from .update_state import Update
 
 __all__ = ["restarted", "step"]
 

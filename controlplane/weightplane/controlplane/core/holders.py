@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from . import negotiate
 from .evolve import replace
-from .model import Admin, Channel, GroupState, Liveness, Offer, Process, Rank, Replica, Retained, Weights, Worker
+from .group_state import GroupState
+from .model import Channel, Offer, Rank, Replica, Retained, Worker
+from .states import Admin, Liveness, Process, Weights
 
 __all__ = ["SERVES", "Holder", "behind", "channel_to", "holders", "lives", "patience", "reach", "waits"]
 

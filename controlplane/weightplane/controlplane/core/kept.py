@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from sys import byteorder
 
 from .manifest import Manifest, ManifestError, TensorMeta
-from .model import Held, Verify
+from .model import Held
 from .placement import Box
 from .plan import Plan
+from .states import Verify
 from .verify import sampled_regions
 
 __all__ = [

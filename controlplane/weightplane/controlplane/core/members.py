@@ -7,24 +7,14 @@ from itertools import islice
 from . import catching, conditions, progress, sleeping
 from .events import Beat, EndSession, Leave, ReplicaHello, Report, WorkerPlacement
 from .evolve import replace
-from .model import (
-    NONE_HELD,
-    Admin,
-    GroupState,
-    Held,
-    Liveness,
-    PauseMode,
-    Phase,
-    Process,
-    Replica,
-    Stage,
-    Update,
-    Weights,
-)
+from .group_state import GroupState
+from .model import NONE_HELD, Held, Replica
 from .persistent import PersistentMap
 from .reasons import Failure, Reason
+from .states import Admin, Liveness, PauseMode, Phase, Process, Stage, Weights
 from .trainers import rank_beat
 from .tx import Tx
+from .update_state import Update
 
 __all__ = ["beat", "hello", "leave", "may_join", "report", "routable", "tick", "worker_placement"]
 

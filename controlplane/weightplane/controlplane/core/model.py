@@ -1,4 +1,5 @@
-"""The state of one group, as the coordinator knows it. Frozen values; ``group.step`` makes new ones.
+"""Who is there, and what a group asks of them, as the coordinator knows it. Frozen values;
+``group.step`` makes new ones.
 
 Three separate states describe a replica (weights, liveness, administrative); ``may_join`` in ``members.py`` is the one
 table that reads them together.
@@ -6,173 +7,31 @@ table that reads them together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
 
-from .persistent import PersistentMap
 from .reasons import Failure
+from .states import Admin, CachePolicy, Evidence, Liveness, Mode, ParityPolicy, PauseMode, Process, Verify, Weights
 
 __all__ = [
     "NONE_HELD",
-    "Admin",
-    "CachePolicy",
-    "Call",
-    "CatchUp",
     "Channel",
     "Choice",
     "Condition",
     "Config",
     "Declaration",
-    "Evidence",
-    "GroupState",
     "Held",
-    "Liveness",
-    "Mode",
     "Offer",
-    "Options",
-    "Parity",
-    "ParityPolicy",
-    "Part",
-    "PauseMode",
-    "Phase",
-    "PlanSummary",
     "Policy",
-    "Process",
     "Rank",
     "Replica",
     "Retained",
-    "Stage",
+    "SleepOrder",
     "Timings",
     "Trainer",
-    "Update",
-    "Verdict",
-    "Verify",
     "Waiter",
-    "Weights",
     "Worker",
 ]
-
-
-class Phase(StrEnum):
-    """Where an update stands."""
-
-    PREPARING = "PREPARING"
-    TRANSFERRING = "TRANSFERRING"
-    VERIFYING = "VERIFYING"
-    DECIDING = "DECIDING"
-    COMMITTED = "COMMITTED"
-    ABORTING = "ABORTING"
-    ABORTED = "ABORTED"
-
-
-class Weights(StrEnum):
-    """A replica's weights."""
-
-    JOINING = "JOINING"
-    READY = "READY"
-    UPDATING = "UPDATING"
-    PENDING = "PENDING"
-    DIRTY = "DIRTY"
-
-
-class Liveness(StrEnum):
-    """Whether a member is there. SUSPECT: silent past its lease, evicted once an update waits on it."""
-
-    LIVE = "LIVE"
-    SUSPECT = "SUSPECT"
-    LOST = "LOST"
-
-
-class Admin(StrEnum):
-    """What operators (or the replica itself) decided about a replica."""
-
-    ACTIVE = "ACTIVE"
-    DRAINING = "DRAINING"
-    LEAVING = "LEAVING"
-    PINNED = "PINNED"
-    ASLEEP = "ASLEEP"
-    QUARANTINED = "QUARANTINED"
-
-
-class Mode(StrEnum):
-    """How a replica takes an update; ANY only as a preference."""
-
-    ANY = "ANY"
-    STAGED = "STAGED"
-    IN_PLACE = "IN_PLACE"
-
-
-class PauseMode(StrEnum):
-    """What happens to requests in flight; DEFAULT only in requests."""
-
-    DEFAULT = "DEFAULT"
-    KEEP = "KEEP"
-    WAIT = "WAIT"
-    ABORT = "ABORT"
-
-
-class CachePolicy(StrEnum):
-    """What happens to caches; DEFAULT only in requests."""
-
-    DEFAULT = "DEFAULT"
-    CLEAR = "CLEAR"
-    KEEP = "KEEP"
-    SALT = "SALT"
-
-
-class Verify(StrEnum):
-    """How much is hashed; DEFAULT in requests and policies only."""
-
-    DEFAULT = "DEFAULT"
-    OFF = "OFF"
-    SAMPLED = "SAMPLED"
-    FULL = "FULL"
-
-
-class Verdict(StrEnum):
-    """What a parity check found; NOT_MEASURED: nothing was compared."""
-
-    AT_PARITY = "AT_PARITY"
-    NOT_AT_PARITY = "NOT_AT_PARITY"
-    NOT_MEASURED = "NOT_MEASURED"
-
-
-class ParityPolicy(StrEnum):
-    """What a parity check that failed means to its replica."""
-
-    RECORD = "RECORD"
-    QUARANTINE = "QUARANTINE"
-
-
-class Evidence(IntEnum):
-    """How strong a receipt is."""
-
-    NONE = 0
-    RECEIVED = 1
-    CONSUMED = 2
-    LIVE = 3
-
-
-class Stage(IntEnum):
-    """How far a replica is in an update; rises, but ABORTED and FAILED may follow any before APPLIED."""
-
-    NONE = 0
-    JOINED = 1
-    ARMED = 2
-    RECEIVED = 3
-    PREPARED = 4
-    APPLIED = 5
-    ABORTED = 6
-    FAILED = 7
-
-
-class Process(StrEnum):
-    """State of a member's process, as its heartbeat helper sees it."""
-
-    RUNNING = "RUNNING"
-    STOPPED = "STOPPED"
-    DEAD = "DEAD"
 
 
 @dataclass(frozen=True)
@@ -465,219 +324,3 @@ class Waiter:
     seq: int = 0
     deadline: float = 0.0
     extra: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Options:
-    """What StartUpdate asked for, defaults filled in."""
-
-    manifest_id: str
-    trainer_step: int
-    selector: Mapping[str, str] = field(default_factory=dict)
-    exclude: tuple[str, ...] = ()
-    at_least: int = 0
-    mode: Mode = Mode.ANY
-    pause: PauseMode = PauseMode.KEEP
-    cache: CachePolicy = CachePolicy.CLEAR
-    verify: Verify = Verify.FULL
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """What the core needs of a plan: its id, how many buckets, and payload bytes per receiving member."""
-
-    plan_id: str
-    buckets: int
-    nbytes: int
-    bytes_for: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One participant in an update. ``channels``: by which its bytes come, one for each worker, by worker index."""
-
-    replica_id: str
-    incarnation: str
-    mode: Mode
-    mode_reason: str
-    channels: tuple[str, ...]
-    stage: Stage = Stage.NONE
-    armed_seq: int = 0
-    bytes_received: int = 0
-    verified: bool = False
-    voted: bool = False
-    excluded: bool = False
-    quiesced: bool = False
-    unquiesced: bool = False
-    dirty: bool = False
-    gone: bool = False
-    failure: Failure | None = None
-    evidence: Evidence = Evidence.NONE
-    timings: Timings = Timings()
-
-
-@dataclass(frozen=True)
-class Parity:
-    """A parity check of one replica at one version, in short; nats, NaN where there was nothing to compare."""
-
-    replica_id: str
-    version: int
-    verdict: Verdict
-    tokens: int = 0
-    mean_abs: float = 0.0
-    p99_abs: float = 0.0
-    max_abs: float = 0.0
-    kl: float = 0.0
-    ess: float = 0.0
-    clip_fraction: float = 0.0
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One UpdateWeights call: its bucket ranges (channel_id, first, count) and the ranks that made it."""
-
-    seq: int
-    ranges: tuple[tuple[str, int, int], ...]
-    ranks: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Update:
-    """One update. ``parts`` is frozen at StartUpdate: entries change, none comes or goes."""
-
-    update_id: str
-    version: int
-    lineage: str
-    generation: int
-    epoch: int
-    request_id: str
-    fingerprint: str
-    options: Options
-    phase: Phase
-    parts: Mapping[str, Part]
-    absent: tuple[tuple[str, str], ...]
-    channels: tuple[str, ...]
-    started_at: float
-    deadline: float
-    prepare_deadline: float
-    started_unix_ms: int = 0
-    frozen: bool = False
-    plans: Mapping[str, PlanSummary] = field(default_factory=dict)
-    planning: bool = False
-    calls: tuple[Call, ...] = ()
-    digests_in: frozenset[tuple[str, int]] = frozenset()
-    finished_ranks: frozenset[int] = frozenset()
-    failure: Failure | None = None
-    aborting_until: float = 0.0
-    deciding_until: float = 0.0
-    write_id: str = ""
-    waiters: tuple[Waiter, ...] = ()
-    gather_s: float = 0.0
-    ready_at: float = 0.0
-    armed_at: float = 0.0
-    received_at: float = 0.0
-    verify_at: float = 0.0
-    decide_at: float = 0.0
-    decided_at: float = 0.0
-    ended_at: float = 0.0
-    closed: bool = False
-    parity: tuple[Parity, ...] = ()
-
-    @property
-    def held(self) -> Held:
-        """What a replica holds once it applied this update."""
-        return Held(self.version, self.update_id)
-
-    def active(self) -> list[Part]:
-        """Participants that still count."""
-        return [p for p in self.parts.values() if not p.excluded]
-
-    def newest_first(self) -> Iterator[Part]:
-        """Participants that still count, those told last first: who asks whether all have got somewhere, after each
-        report, mostly knows at the first of them, since they get there last."""
-        return (p for p in PersistentMap.of(self.parts).newest_first() if not p.excluded)
-
-
-@dataclass(frozen=True)
-class CatchUp:
-    """One life of a replica is being brought to ``target``, which was committed, from a copy that ``holder`` retains.
-
-    ``holder`` is a replica (of life ``holder_life``), or "" for the trainer (of that generation). ``senders``: its
-    members and the layouts of their copies, in channel order. ``decision``: "", "COMMIT" or "ABORT". ``waited``: the
-    seconds that it stood still for updates.
-    """
-
-    catch_up_id: str
-    replica_id: str
-    incarnation: str
-    target: Held
-    trainer_step: int
-    lineage: str
-    generation: int
-    manifest_id: str
-    holder: str
-    holder_life: str
-    senders: tuple[tuple[str, str], ...]
-    channel: Channel
-    mode: Mode
-    pause: PauseMode
-    cache: CachePolicy
-    began: float
-    deadline: float
-    stage: Stage = Stage.NONE
-    plan: PlanSummary | None = None
-    planning: bool = False
-    bytes_received: int = 0
-    waited: float = 0.0
-    decision: str = ""
-    failure: Failure | None = None
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The replica's workers, as receivers."""
-        return self.channel.receivers
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """Everything of one group. ``roster`` names each replica known to the store; ``healing`` those that were
-    DIRTY when the open update froze, and say so until they apply it. ``writes`` are under way: (kind, about
-    what); ``unsaved`` are those that ended unknown and are asked for again; ``acks`` names the caller who waits for
-    a write. ``catch_ups`` are under way, by replica, looked at last at ``caught_at``; ``secret``: random bytes of this
-    epoch, for their keys. ``unproven``: why nobody can be caught up to what is committed, though there may be copies:
-    what was stored to prove it, of a former epoch, is not there."""
-
-    group: str
-    cluster_id: str
-    epoch: int
-    config: Config = Config()
-    policy: Policy = Policy()
-    revision: int = 0
-    last_version: int = 0
-    committed: Held = NONE_HELD
-    committed_step: int = -1
-    committed_lineage: str = ""
-    committed_manifest: str = ""
-    rewinding: bool = False
-    epoch_began: float = 0.0
-    ticked_at: float = -1.0
-    sessions: int = 0
-    replicas: Mapping[str, Replica] = field(default_factory=lambda: PersistentMap[Replica]())
-    roster: frozenset[str] = frozenset()
-    trainer: Trainer | None = None
-    last_generation: int = 0
-    open: Update | None = None
-    healing: frozenset[str] = frozenset()
-    history: dict[str, Update] = field(default_factory=dict)
-    requests: Mapping[str, str] = field(default_factory=dict)
-    queue: tuple[tuple[Waiter, object], ...] = ()
-    waiters: tuple[Waiter, ...] = ()
-    writes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    unsaved: frozenset[tuple[str, str]] = frozenset()
-    acks: Mapping[str, str] = field(default_factory=dict)
-    stepped_down: bool = False
-    catch_ups: Mapping[str, CatchUp] = field(default_factory=dict)
-    caught_at: float = 0.0
-    secret: bytes = b""
-    unproven: str = ""

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .model import Channel, Choice, Mode, Offer, Rank, Replica, Verify, Worker
+from .model import Channel, Choice, Offer, Rank, Replica, Worker
+from .states import Mode, Verify
 
 __all__ = ["PREFERENCE", "PREFERENCE_ON_CPU", "bind", "choose", "members_of", "out_of_reach", "verify_by_default"]
 

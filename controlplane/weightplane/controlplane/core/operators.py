@@ -5,8 +5,9 @@ from __future__ import annotations
 from . import conditions, progress, sleeping, trainers
 from .events import SetAdmin, SetPause, SetPolicy
 from .evolve import replace
-from .model import Admin, Liveness, Phase, Replica, Waiter, Weights
+from .model import Replica, Waiter
 from .reasons import Failure, Reason
+from .states import Admin, Liveness, Phase, Weights
 from .tx import Tx
 
 __all__ = ["set_admin", "set_pause", "set_policy", "settle_pauses"]

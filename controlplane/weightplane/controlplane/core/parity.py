@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .evolve import replace
-from .model import Admin, GroupState, Parity, ParityPolicy, Phase, Update, Verdict
+from .group_state import GroupState
 from .reasons import Failure, Reason
+from .states import Admin, ParityPolicy, Phase, Verdict
 from .tx import Tx
+from .update_state import Parity, Update
 
 __all__ = ["condemned", "newest", "record"]
 

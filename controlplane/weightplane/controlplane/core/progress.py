@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from . import ending
 from .events import Compare, Report, Verified
 from .evolve import replace
-from .model import Held, Mode, Part, Phase, Stage, Update, Verify
+from .model import Held
 from .reasons import Failure, Reason
+from .states import Mode, Phase, Stage, Verify
 from .tx import Tx
+from .update_state import Part, Update
 
 __all__ = [
     "compare_voted",
@@ -132,7 +134,7 @@ def _count_failure(tx: Tx, replica_id: str, failure: Failure) -> None:
     r = tx.state.replicas.get(replica_id)
     if r is None:
         return
-    from .model import Admin
+    from .states import Admin
 
     n = r.failures_in_a_row + 1
     limit = n >= tx.state.config.quarantine_after and r.admin is Admin.ACTIVE

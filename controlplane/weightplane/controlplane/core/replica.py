@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from .desired import DesiredUpdate
-from .model import Mode, PauseMode, Stage
 from .reasons import Failure, Reason
 from .replica_events import (
     Applied,
@@ -41,6 +40,7 @@ from .replica_events import (
     Tick,
 )
 from .replica_state import ReplicaState, Taking, Tx, fenced, report_of
+from .states import Mode, PauseMode, Stage
 
 __all__ = [
     "Applied",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .desired import DesiredReplica
-from .model import Held, Mode, PauseMode, Retained, SleepOrder, Timings
+from .model import Held, Retained, SleepOrder, Timings
 from .reasons import Failure
+from .states import Mode, PauseMode
 
 __all__ = [
     "Applied",

@@ -7,9 +7,10 @@ from typing import Any
 
 from .desired import DesiredReplica, DesiredUpdate
 from .events import Report
-from .model import NONE_HELD, Held, PauseMode, Retained, Stage, Timings
+from .model import NONE_HELD, Held, Retained, Timings
 from .reasons import Failure
 from .replica_events import Effect, SendReport
+from .states import PauseMode, Stage
 
 __all__ = ["ReplicaState", "Taking", "Tx", "fenced", "report_of"]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from .events import Report, SetAwake, SetSleep
 from .evolve import replace
-from .model import SLEEP_TAGS, Admin, Liveness, Phase, Replica, SleepOrder, Waiter, Weights
+from .model import SLEEP_TAGS, Replica, SleepOrder, Waiter
 from .reasons import Failure, Reason
+from .states import Admin, Liveness, Phase, Weights
 from .tx import Tx
 
 __all__ = ["awaited", "reported", "set_awake", "set_sleep"]

@@ -7,25 +7,12 @@ from collections.abc import Callable
 from . import ending, holders, members, negotiate, trainers
 from .events import MakePlan, PlanMade, StartUpdate
 from .evolve import replace
-from .model import (
-    CachePolicy,
-    Channel,
-    Mode,
-    Options,
-    Part,
-    PauseMode,
-    Phase,
-    Replica,
-    Stage,
-    Trainer,
-    Update,
-    Verify,
-    Waiter,
-    Weights,
-)
+from .model import Channel, Replica, Trainer, Waiter
 from .persistent import PersistentMap
 from .reasons import Failure, Reason
+from .states import CachePolicy, Mode, PauseMode, Phase, Stage, Verify, Weights
 from .tx import Tx
+from .update_state import Options, Part, Update
 
 __all__ = ["begin", "frozen", "maybe_plan", "plan_made", "pump", "start"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from . import negotiate
 from .events import CloseTransfer, InitTransfer, RankGone, RankHello, RankPlacement
 from .evolve import replace
-from .model import Liveness, Phase, Process, Rank, Trainer, Waiter
+from .model import Rank, Trainer, Waiter
 from .reasons import Failure, Reason
+from .states import Liveness, Phase, Process
 from .tx import Tx
 
 __all__ = [

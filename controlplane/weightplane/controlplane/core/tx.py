@@ -7,9 +7,11 @@ from typing import Any
 
 from .events import Effect, Note, Push, PushTrainers, Reply, Write
 from .evolve import replace
-from .model import GroupState, Part, Replica, Trainer, Update
+from .group_state import GroupState
+from .model import Replica, Trainer
 from .persistent import PersistentMap
 from .reasons import Failure
+from .update_state import Part, Update
 
 __all__ = ["Tx"]
 

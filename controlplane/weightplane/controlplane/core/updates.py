@@ -5,9 +5,11 @@ from __future__ import annotations
 from . import ending, parity, progress, trainers
 from .events import AbortUpdate, DigestsIn, FinishUpdate, UpdateWeights
 from .evolve import replace
-from .model import Call, Mode, Phase, Update, Verify, Waiter
+from .model import Waiter
 from .reasons import Failure, Reason
+from .states import Mode, Phase, Verify
 from .tx import Tx
+from .update_state import Call, Update
 
 __all__ = ["abort", "digests_in", "finish", "weights"]
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .manifest import DTYPE_BYTES, Manifest
-from .model import Evidence, Verify
 from .placement import Box, box_text
 from .plan import Plan
 from .reasons import Failure, Reason
+from .states import Evidence, Verify
 
 __all__ = [
     "PlanIndex",

@@ -19,12 +19,13 @@ from weightplane.controlplane.core import kept as proofs
 from weightplane.controlplane.core.events import Compare, MakePlan
 from weightplane.controlplane.core.kept import Kept
 from weightplane.controlplane.core.manifest import Manifest, ManifestError, TensorMeta
-from weightplane.controlplane.core.model import Evidence, PlanSummary, Update, Verify
 from weightplane.controlplane.core.placement import Box, Piece, Placement, full_placement, placement_problems
 from weightplane.controlplane.core.plan import PlanError
 from weightplane.controlplane.core.planner import make_plan
 from weightplane.controlplane.core.progress import live_channels
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Evidence, Verify
+from weightplane.controlplane.core.update_state import PlanSummary, Update
 from weightplane.controlplane.core.verify import (
     PlanIndex,
     WorkerReceipt,

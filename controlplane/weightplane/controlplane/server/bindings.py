@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 from weightplane.controlplane.core import desired as core_desired
 from weightplane.controlplane.core.conditions import declaration
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.members import may_join
-from weightplane.controlplane.core.model import Channel, Choice, GroupState, PauseMode, Policy, Replica, Trainer
+from weightplane.controlplane.core.model import Channel, Choice, Policy, Replica, Trainer
 from weightplane.controlplane.core.negotiate import out_of_reach
+from weightplane.controlplane.core.states import PauseMode
 from weightplane.v1 import agent_pb2, transport_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 

@@ -13,22 +13,18 @@ from weightplane.controlplane.core import events
 from weightplane.controlplane.core.manifest import TensorMeta
 from weightplane.controlplane.core.model import (
     SLEEP_TAGS,
-    CachePolicy,
     Condition,
     Held,
-    Mode,
     Offer,
-    Parity,
-    PauseMode,
-    Phase,
     Policy,
     Replica,
     Retained,
     Timings,
-    Verdict,
     Worker,
 )
 from weightplane.controlplane.core.reasons import Failure
+from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode, Phase, Verdict
+from weightplane.controlplane.core.update_state import Parity
 from weightplane.v1 import agent_pb2, common_pb2, fleet_pb2, tensor_pb2, transport_pb2, update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 

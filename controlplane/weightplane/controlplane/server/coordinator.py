@@ -12,9 +12,10 @@ from typing import Any
 
 from weightplane.controlplane.core.events import Tick, Write
 from weightplane.controlplane.core.group import restarted
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.kept import KeptError, check, manifest_of, problem
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Config, GroupState
+from weightplane.controlplane.core.model import Config
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.store.base import Loaded, Store, StoredGroup, StoreError, StoreUnknown
 

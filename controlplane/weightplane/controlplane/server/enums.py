@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightplane.controlplane.core.model import (
+from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import (
     Admin,
     CachePolicy,
     Evidence,
@@ -19,7 +20,6 @@ from weightplane.controlplane.core.model import (
     Verify,
     Weights,
 )
-from weightplane.controlplane.core.reasons import Reason
 from weightplane.v1 import agent_pb2, common_pb2, fleet_pb2, update_pb2
 
 from .fields import invalid

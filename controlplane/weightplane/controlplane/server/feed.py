@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
-from weightplane.controlplane.core.model import GroupState, Replica
+from weightplane.controlplane.core.group_state import GroupState
+from weightplane.controlplane.core.model import Replica
 from weightplane.v1 import fleet_pb2 as fl
 
 from . import fleet_view

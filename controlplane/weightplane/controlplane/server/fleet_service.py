@@ -9,8 +9,8 @@ import grpc
 
 from weightplane.controlplane.core.events import Event, SetAdmin, SetAwake, SetPause, SetPolicy, SetSleep
 from weightplane.controlplane.core.members import routable
-from weightplane.controlplane.core.model import Admin, PauseMode
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.states import Admin, PauseMode
 from weightplane.v1 import fleet_pb2 as fl
 from weightplane.v1 import fleet_pb2_grpc
 

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.members import may_join, routable
-from weightplane.controlplane.core.model import (
-    Admin,
-    CachePolicy,
-    Choice,
-    GroupState,
-    Liveness,
-    Policy,
-    Rank,
-    Replica,
-    Trainer,
-)
+from weightplane.controlplane.core.model import Choice, Policy, Rank, Replica, Trainer
+from weightplane.controlplane.core.states import Admin, CachePolicy, Liveness
 from weightplane.controlplane.core.trainers import rank_lives
 from weightplane.v1 import fleet_pb2
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.members import routable
-from weightplane.controlplane.core.model import GroupState, Verdict
 from weightplane.controlplane.core.parity import newest
+from weightplane.controlplane.core.states import Verdict
 
 __all__ = ["CONTENT_TYPE", "exposition"]
 

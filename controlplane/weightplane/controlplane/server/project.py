@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from weightplane.controlplane.core.model import GroupState, Held, Parity, Part, Phase, Replica, Stage, Update, Weights
+from weightplane.controlplane.core.group_state import GroupState
+from weightplane.controlplane.core.model import Held, Replica
 from weightplane.controlplane.core.progress import covered, live_channels
+from weightplane.controlplane.core.states import Phase, Stage, Weights
+from weightplane.controlplane.core.update_state import Parity, Part, Update
 from weightplane.v1 import agent_pb2, common_pb2, update_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from weightplane.controlplane.core import catching
 from weightplane.controlplane.core.events import Report
-from weightplane.controlplane.core.model import Phase, Stage, Verify
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Phase, Stage, Verify
 from weightplane.v1 import update_pb2
 
 from .artifacts import Receipt

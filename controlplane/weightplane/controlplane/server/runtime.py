@@ -31,10 +31,13 @@ from weightplane.controlplane.core.events import (
     Write,
 )
 from weightplane.controlplane.core.evolve import replace
-from weightplane.controlplane.core.model import Evidence, GroupState, Phase, Replica, Update, Verify
+from weightplane.controlplane.core.group_state import GroupState
+from weightplane.controlplane.core.model import Replica
 from weightplane.controlplane.core.plan import PlanError
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Evidence, Phase, Verify
 from weightplane.controlplane.core.tx import Tx
+from weightplane.controlplane.core.update_state import Update
 from weightplane.controlplane.store.base import StoreError, StoreUnknown
 
 from ..failpoints import hit

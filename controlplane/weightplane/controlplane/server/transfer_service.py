@@ -15,9 +15,11 @@ from weightplane.controlplane.core.events import (
     RankPlacement,
     UpdateWeights,
 )
-from weightplane.controlplane.core.model import Phase, Trainer, Update
+from weightplane.controlplane.core.model import Trainer
 from weightplane.controlplane.core.progress import live_channels
 from weightplane.controlplane.core.reasons import Failure, Reason
+from weightplane.controlplane.core.states import Phase
+from weightplane.controlplane.core.update_state import Update
 from weightplane.controlplane.failpoints import hit
 from weightplane.v1 import agent_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from weightplane.controlplane.core.events import RankGone, RankHello
-from weightplane.controlplane.core.model import Update
 from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.core.update_state import Update
 from weightplane.v1 import weight_transfer_pb2 as wt
 
 from . import project

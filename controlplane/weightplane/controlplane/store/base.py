@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.events import Write
+from ..core.group_state import GroupState
 from ..core.kept import Kept
-from ..core.model import GroupState, Update
+from ..core.update_state import Update
 
 __all__ = ["Loaded", "Store", "StoreError", "StoreUnknown", "StoredGroup"]
 

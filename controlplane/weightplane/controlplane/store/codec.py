@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..core import model as m
+from ..core.model import Policy, Timings, Trainer
 from ..core.reasons import Failure, Reason
+from ..core.states import CachePolicy, Evidence, Mode, ParityPolicy, PauseMode, Phase, Stage, Verdict, Verify
+from ..core.update_state import Call, Options, Parity, Part, PlanSummary, Update
 from .kinds import CodecError, Kind, enum, floating, mapping, optional, plain, record, seq, struct
 
 __all__ = [
@@ -32,8 +34,8 @@ VERSION = 3
 
 #: Fields that are not stored, with the reason.
 TRANSIENT: dict[type, dict[str, str]] = {
-    m.Update: {"waiters": "callers of a former process", "write_id": "names a write of a former process"},
-    m.Trainer: {
+    Update: {"waiters": "callers of a former process", "write_id": "names a write of a former process"},
+    Trainer: {
         "ranks": "leases and offers: each rank says them again",
         "channels": "bound anew",
         "choices": "bound anew",
@@ -69,33 +71,33 @@ _FAILURE_FIELDS = {
 _raw_failure = record(dict, _FAILURE_FIELDS)
 _FAILURE = optional(Kind(_raw_failure.encode, lambda doc: _make_failure(**_raw_failure.decode(doc))))
 
-_TIMINGS = record(m.Timings, {"wire_s": _FLOAT, "verify_s": _FLOAT, "pause_s": _FLOAT, "apply_s": _FLOAT}, row=True)
+_TIMINGS = record(Timings, {"wire_s": _FLOAT, "verify_s": _FLOAT, "pause_s": _FLOAT, "apply_s": _FLOAT}, row=True)
 
 _OPTIONS = record(
-    m.Options,
+    Options,
     {
         "manifest_id": _STR,
         "trainer_step": _INT,
         "selector": mapping(_STR),
         "exclude": seq(_STR),
         "at_least": _INT,
-        "mode": enum(m.Mode),
-        "pause": enum(m.PauseMode),
-        "cache": enum(m.CachePolicy),
-        "verify": enum(m.Verify),
+        "mode": enum(Mode),
+        "pause": enum(PauseMode),
+        "cache": enum(CachePolicy),
+        "verify": enum(Verify),
     },
 )
-_PLAN = record(m.PlanSummary, {"plan_id": _STR, "buckets": _INT, "nbytes": _INT, "bytes_for": mapping(_INT)})
-_CALL = record(m.Call, {"seq": _INT, "ranges": seq(struct(_STR, _INT, _INT)), "ranks": seq(_INT, frozenset, sorted)})
+_PLAN = record(PlanSummary, {"plan_id": _STR, "buckets": _INT, "nbytes": _INT, "bytes_for": mapping(_INT)})
+_CALL = record(Call, {"seq": _INT, "ranges": seq(struct(_STR, _INT, _INT)), "ranks": seq(_INT, frozenset, sorted)})
 _PART = record(
-    m.Part,
+    Part,
     {
         "replica_id": _STR,
         "incarnation": _STR,
-        "mode": enum(m.Mode),
+        "mode": enum(Mode),
         "mode_reason": _STR,
         "channels": seq(_STR),
-        "stage": enum(m.Stage),
+        "stage": enum(Stage),
         "armed_seq": _INT,
         "bytes_received": _INT,
         "verified": _BOOL,
@@ -106,17 +108,17 @@ _PART = record(
         "dirty": _BOOL,
         "gone": _BOOL,
         "failure": _FAILURE,
-        "evidence": enum(m.Evidence),
+        "evidence": enum(Evidence),
         "timings": _TIMINGS,
     },
     row=True,
 )
 _PARITY = record(
-    m.Parity,
+    Parity,
     {
         "replica_id": _STR,
         "version": _INT,
-        "verdict": enum(m.Verdict),
+        "verdict": enum(Verdict),
         "tokens": _INT,
         "mean_abs": _FLOAT,
         "p99_abs": _FLOAT,
@@ -131,7 +133,7 @@ _PARITY = record(
 _PARTS = seq(_PART, make=lambda parts: {p.replica_id: p for p in parts}, order=lambda parts: list(parts.values()))
 
 _UPDATE = record(
-    m.Update,
+    Update,
     {
         "update_id": _STR,
         "version": _INT,
@@ -141,7 +143,7 @@ _UPDATE = record(
         "request_id": _STR,
         "fingerprint": _STR,
         "options": _OPTIONS,
-        "phase": enum(m.Phase),
+        "phase": enum(Phase),
         "parts": _PARTS,
         "absent": seq(struct(_STR, _STR)),
         "channels": seq(_STR),
@@ -171,7 +173,7 @@ _UPDATE = record(
     },
 )
 _TRAINER = record(
-    m.Trainer,
+    Trainer,
     {
         "trainer_id": _STR,
         "incarnation": _STR,
@@ -183,17 +185,17 @@ _TRAINER = record(
     },
 )
 _POLICY = record(
-    m.Policy,
+    Policy,
     {
         "min_replicas": _INT,
         "at_least": _INT,
-        "cache": enum(m.CachePolicy),
-        "pause": enum(m.PauseMode),
+        "cache": enum(CachePolicy),
+        "pause": enum(PauseMode),
         "failure": _STR,
         "max_stale_versions": _INT,
-        "verify": enum(m.Verify),
+        "verify": enum(Verify),
         "update_timeout_s": _FLOAT,
-        "parity": enum(m.ParityPolicy),
+        "parity": enum(ParityPolicy),
         "declared": mapping(_STR),
         "blocking": seq(_STR),
     },
@@ -215,36 +217,36 @@ def _unwrap(kind: Kind, doc: object) -> Any:
     return kind.decode({k: v for k, v in doc.items() if k != "v"})
 
 
-def encode_update(update: m.Update) -> dict[str, Any]:
+def encode_update(update: Update) -> dict[str, Any]:
     """An update as a JSON object, without what ``TRANSIENT`` names."""
     return _wrap(_UPDATE, update)
 
 
-def decode_update(doc: object) -> m.Update:
+def decode_update(doc: object) -> Update:
     """The update of a JSON object. Raises ``CodecError``."""
-    got: m.Update = _unwrap(_UPDATE, doc)
+    got: Update = _unwrap(_UPDATE, doc)
     return got
 
 
-def encode_trainer(trainer: m.Trainer) -> dict[str, Any]:
+def encode_trainer(trainer: Trainer) -> dict[str, Any]:
     """What of a trainer outlives the coordinator, as a JSON object."""
     return _wrap(_TRAINER, trainer)
 
 
-def decode_trainer(doc: object) -> m.Trainer:
+def decode_trainer(doc: object) -> Trainer:
     """The trainer of a JSON object, without ranks or channels. Raises ``CodecError``."""
-    got: m.Trainer = _unwrap(_TRAINER, doc)
+    got: Trainer = _unwrap(_TRAINER, doc)
     return got
 
 
-def encode_policy(policy: m.Policy) -> dict[str, Any]:
+def encode_policy(policy: Policy) -> dict[str, Any]:
     """A group's policies as a JSON object."""
     return _wrap(_POLICY, policy)
 
 
-def decode_policy(doc: object) -> m.Policy:
+def decode_policy(doc: object) -> Policy:
     """The policies of a JSON object. Raises ``CodecError``."""
-    got: m.Policy = _unwrap(_POLICY, doc)
+    got: Policy = _unwrap(_POLICY, doc)
     return got
 
 

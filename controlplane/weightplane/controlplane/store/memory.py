@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from ..core.events import Write
+from ..core.group_state import GroupState
 from ..core.kept import Kept
-from ..core.model import GroupState
 from ..failpoints import FailpointError, hit
 from .base import Loaded, StoreError, StoreUnknown
 from .records import (

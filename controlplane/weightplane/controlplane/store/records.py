@@ -10,9 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..core.events import Write
+from ..core.group_state import GroupState
 from ..core.kept import Kept, sealed
-from ..core.model import Admin, GroupState, Held, Liveness, Phase, Replica, Update
+from ..core.model import Held, Replica
 from ..core.reasons import Failure, Reason
+from ..core.states import Admin, Liveness, Phase
+from ..core.update_state import Update
 from . import codec
 from .base import StoredGroup, StoreError
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.events import Write
+from ..core.group_state import GroupState
 from ..core.kept import Kept
-from ..core.model import GroupState
 from ..failpoints import FailpointError, hit
 from . import mark, schema
 from .base import Loaded, StoredGroup, StoreError, StoreUnknown

@@ -31,18 +31,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import (
-    CachePolicy,
-    Channel,
-    Condition,
-    Declaration,
-    Evidence,
-    Held,
-    Mode,
-    PauseMode,
-    Verify,
-)
+from weightplane.controlplane.core.model import Channel, Condition, Declaration, Held
 from weightplane.controlplane.core.plan import Plan
+from weightplane.controlplane.core.states import CachePolicy, Evidence, Mode, PauseMode, Verify
 
 from .gate import EngineClosed, PauseGate, Request, RequestAborted, VersionTag
 from .mismatch import Description, Problem, ProblemKind

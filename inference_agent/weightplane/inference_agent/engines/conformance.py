@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
-from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Held, Mode, PauseMode
+from weightplane.controlplane.core.model import NONE_HELD, Held
 from weightplane.controlplane.core.placement import full_box, uncovered
+from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode
 from weightplane.transports.digest import digest_tensor
 from weightplane.transports.dtypes import as_bytes, dtype_of, int_view
 

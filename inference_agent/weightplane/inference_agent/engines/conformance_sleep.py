@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Held, Mode, PauseMode
+from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Held
+from weightplane.controlplane.core.states import Mode, PauseMode
 
 from .base import Engine, EngineError
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from weightplane.controlplane.core.model import PauseMode
+from weightplane.controlplane.core.states import PauseMode
 
 __all__ = ["EngineClosed", "PauseGate", "Request", "RequestAborted", "VersionTag"]
 

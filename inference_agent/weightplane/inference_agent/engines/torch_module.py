@@ -14,8 +14,9 @@ from torch import nn
 
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import NONE_HELD, CachePolicy, Evidence, Held, Mode, PauseMode
+from weightplane.controlplane.core.model import NONE_HELD, Held
 from weightplane.controlplane.core.placement import Box, full_box
+from weightplane.controlplane.core.states import CachePolicy, Evidence, Mode, PauseMode
 from weightplane.transports.digest_cuda import digest_tensors
 from weightplane.transports.identity import ModuleLayout
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Verify
+from weightplane.controlplane.core.states import Verify
 from weightplane.inference_agent.caches import Newest
 from weightplane.inference_agent.engines.base import EngineError
 from weightplane.inference_agent.threads import WorkThread

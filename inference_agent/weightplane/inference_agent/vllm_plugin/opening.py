@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import Channel, Verify
+from weightplane.controlplane.core.model import Channel
 from weightplane.controlplane.core.placement import full_box
 from weightplane.controlplane.core.plan import Bucket, Plan
+from weightplane.controlplane.core.states import Verify
 from weightplane.inference_agent.caches import Newest
 from weightplane.inference_agent.engines.arena import Arena, available_bytes, staging_room
 from weightplane.inference_agent.engines.base import EngineError, LocalTensors

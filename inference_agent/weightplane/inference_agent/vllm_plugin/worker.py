@@ -12,7 +12,7 @@ import logging
 import time
 from typing import Any
 
-from weightplane.controlplane.core.model import Verify
+from weightplane.controlplane.core.states import Verify
 from weightplane.inference_agent.engines.base import EngineError, WorkerDevice
 from weightplane.inference_agent.hello import enabled_transports, worker_offers
 from weightplane.transports import registry

@@ -16,16 +16,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from weightplane.controlplane.core.manifest import Manifest
-from weightplane.controlplane.core.model import (
-    NONE_HELD,
-    SLEEP_TAGS,
-    CachePolicy,
-    Evidence,
-    Held,
-    Mode,
-    PauseMode,
-)
+from weightplane.controlplane.core.model import NONE_HELD, SLEEP_TAGS, Held
 from weightplane.controlplane.core.placement import Piece, Placement, full_box
+from weightplane.controlplane.core.states import CachePolicy, Evidence, Mode, PauseMode
 from weightplane.inference_agent.threads import detached
 from weightplane.inference_agent.transfer import Worker
 from weightplane.inference_agent.vllm_plugin.wire import manifest_json

@@ -10,7 +10,7 @@ import concurrent.futures
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from weightplane.controlplane.core.model import PauseMode
+from weightplane.controlplane.core.states import PauseMode
 
 from .drivers import Driver, DriverError, DriverTimeout, Label, labelled
 from .reading import read_here

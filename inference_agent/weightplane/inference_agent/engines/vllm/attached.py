@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from weightplane.controlplane.core.model import Condition, Declaration, PauseMode
+from weightplane.controlplane.core.model import Condition, Declaration
+from weightplane.controlplane.core.states import PauseMode
 from weightplane.inference_agent.vllm_plugin.compat import note
 from weightplane.inference_agent.vllm_plugin.wire import Hello, Link
 

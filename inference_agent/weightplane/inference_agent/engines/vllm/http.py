@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from weightplane.controlplane.core.model import PauseMode
+from weightplane.controlplane.core.states import PauseMode
 
 from .drivers import Driver, DriverError, DriverTimeout, Label
 from .reading import EngineUnreadable, read_server

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from weightplane.controlplane.core.model import PauseMode
+from weightplane.controlplane.core.states import PauseMode
 from weightplane.inference_agent.threads import detached
 
 from .drivers import Driver, DriverError, DriverTimeout, Label, labelled

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from weightplane.controlplane.core.model import PauseMode
+from weightplane.controlplane.core.states import PauseMode
 from weightplane.inference_agent.threads import WorkThread, detached
 
 from ..base import EngineError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from weightplane.controlplane.core.model import CachePolicy
+from weightplane.controlplane.core.states import CachePolicy
 from weightplane.inference_agent.spans import Span, merge
 
 from .rollouts import Rollouts, VllmOutput
