@@ -230,7 +230,8 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckReplica(self, request, context):
-        """Is this replica alive, ready, and routable at the version asked for? Three answers.
+        """Is this replica alive, ready, and routable at the version asked for? Three answers. One that never joined, or is
+        lost for so long that it is forgotten, is refused (NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

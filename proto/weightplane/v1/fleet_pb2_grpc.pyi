@@ -69,7 +69,9 @@ class FleetServiceStub:
     UnpinReplica: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.UnpinReplicaRequest, _fleet_pb2.UnpinReplicaResponse]
     """Ends a pin. A repeat is no error."""
     CheckReplica: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.CheckReplicaRequest, _fleet_pb2.CheckReplicaResponse]
-    """Is this replica alive, ready, and routable at the version asked for? Three answers."""
+    """Is this replica alive, ready, and routable at the version asked for? Three answers. One that never joined, or is
+    lost for so long that it is forgotten, is refused (NOT_FOUND).
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -112,7 +114,9 @@ class FleetServiceAsyncStub(FleetServiceStub):
     UnpinReplica: _aio.UnaryUnaryMultiCallable[_fleet_pb2.UnpinReplicaRequest, _fleet_pb2.UnpinReplicaResponse]  # type: ignore[assignment]
     """Ends a pin. A repeat is no error."""
     CheckReplica: _aio.UnaryUnaryMultiCallable[_fleet_pb2.CheckReplicaRequest, _fleet_pb2.CheckReplicaResponse]  # type: ignore[assignment]
-    """Is this replica alive, ready, and routable at the version asked for? Three answers."""
+    """Is this replica alive, ready, and routable at the version asked for? Three answers. One that never joined, or is
+    lost for so long that it is forgotten, is refused (NOT_FOUND).
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators and routers."""
@@ -248,6 +252,8 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.CheckReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.CheckReplicaResponse, _abc.Awaitable[_fleet_pb2.CheckReplicaResponse]]:
-        """Is this replica alive, ready, and routable at the version asked for? Three answers."""
+        """Is this replica alive, ready, and routable at the version asked for? Three answers. One that never joined, or is
+        lost for so long that it is forgotten, is refused (NOT_FOUND).
+        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
