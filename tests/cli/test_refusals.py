@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -29,6 +30,42 @@ from .test_commands import wait_stopped
 def test_a_value_that_an_option_does_not_know_is_wrong_usage(site: Site, option: str) -> None:
     text = site.run("publish", str(site.checkpoint), "-g", GROUP, option, "bogus", code=2)
     assert option in text and "expected one of" in text and "bogus" in text
+
+
+@pytest.mark.parametrize(
+    ("env", "address", "said"),
+    [
+        ({"WEIGHTPLANE_CA": "nope.pem"}, "", "WEIGHTPLANE_CA: No such file"),
+        (
+            {"WEIGHTPLANE_CA": "junk", "WEIGHTPLANE_CERT": "junk", "WEIGHTPLANE_KEY": "junk"},
+            "",
+            "PEM certificate and its",
+        ),
+        ({"WEIGHTPLANE_TOKEN": "view\u00e9-view\u00e9-view\u00e9"}, "", "token: expected printable ASCII"),
+        ({}, "http://127.0.0.1:7450", "no URL"),
+        ({}, "a b:1", "no blanks"),
+    ],
+    ids=["no such file", "no pair", "no header", "a URL", "a blank"],
+)
+@pytest.mark.parametrize("command", [["status"], ["doctor"], ["watch", "-g", "g"]], ids=" ".join)
+def test_what_no_connection_can_be_made_with_is_wrong_usage(
+    tmp_path: Path, command: list[str], env: dict[str, str], address: str, said: str
+) -> None:
+    (tmp_path / "junk").write_bytes(b"junk")
+    words = [*command, *(["-a", address] if address else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "weightplane.cli", *words],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "400", **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_token_from_a_file_with_a_newline_is_taken(site: Site) -> None:
+    assert '"replicas"' in site.run("status", "-g", GROUP, "--json", env={"WEIGHTPLANE_TOKEN": "any-token-at-all\n"})
 
 
 def test_a_version_that_no_replica_serves_is_no_success(site: Site, tmp_path: Path) -> None:

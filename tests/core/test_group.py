@@ -259,6 +259,15 @@ def test_rule_6_stepping_down_answers_everyone_who_waits() -> None:
     assert {g.failure(c) for c in (pause, policy, queued)} == {Reason.UNKNOWN_OUTCOME}
 
 
+def test_a_write_that_the_store_refuses_is_told_as_not_done() -> None:
+    g = Group().fleet()
+    policy = g.call(events.SetPolicy, policy=model.Policy(min_replicas=2), answer_writes=False)
+    g.do(events.Stored(g.written[-1].write_id, False))
+    failure = g.replies[policy].failure
+    assert failure is not None and failure.reason is Reason.COORDINATOR_RESTARTED
+    assert "nothing was written" in failure.message and g.s.stepped_down
+
+
 def test_rule_6_at_least_decides_at_the_prepare_deadline_without_the_late_ones() -> None:
     g = Group(replicas=3).fleet().to(Phase.VERIFYING, at_least=2, update_timeout_s=10.0)
     g.vote("r0", "r1")
@@ -586,6 +595,24 @@ def test_a_stopped_process_is_found_although_its_helper_beats() -> None:
         g.do(events.Tick())
     assert g.s.open is not None and g.s.open.phase is Phase.ABORTING
     assert g.s.replicas["r0"].liveness is Liveness.LOST
+
+
+def test_a_replica_that_stays_stopped_is_routable_until_its_routing_budget_is_over_and_again_when_it_goes_on() -> None:
+    g = Group().fleet().publish()
+    assert members.routable(g.s, g.s.replicas["r0"])[2]
+    ok = []
+    for _ in range(40):
+        g.now += 0.5
+        g.do(events.Beat("rank/0", "", 1))
+        g.do(events.Beat("r1", g.life("r1")))
+        g.do(events.Beat("r0", g.life("r0"), process=states.Process.STOPPED))
+        g.do(events.Tick())
+        ok.append(members.routable(g.s, g.s.replicas["r0"]))
+    assert [o[2] for o in ok] == sorted((o[2] for o in ok), reverse=True)
+    assert abs(sum(o[2] for o in ok) * 0.5 - g.s.config.routing_budget_s) <= 1.0
+    assert ok[-1] == (True, False, False, "its process is stopped")
+    g.beats()
+    assert members.routable(g.s, g.s.replicas["r0"])[2]
 
 
 def test_every_update_ends_by_its_deadline_and_one_second() -> None:

@@ -59,6 +59,17 @@ async def test_a_connection_that_calls_too_often_is_held_back_then_refused_and_n
         await polite.close()
 
 
+async def test_a_burst_within_the_bounds_is_served_whole_and_no_call_of_others_is_cancelled() -> None:
+    async with server() as running:
+        burst, other = dial(running.address), dial(running.address)
+        calls = [fl_grpc.FleetServiceStub(burst).ListGroups(fl.ListGroupsRequest(), timeout=60) for _ in range(3500)]
+        theirs = [fl_grpc.FleetServiceStub(other).ListGroups(fl.ListGroupsRequest(), timeout=60) for _ in range(20)]
+        done = await asyncio.gather(*calls, *theirs, return_exceptions=True)
+        assert [repr(d)[:300] for d in done if not isinstance(d, fl.ListGroupsResponse)] == []
+        await burst.close()
+        await other.close()
+
+
 async def test_a_session_that_talks_too_much_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_service, "_MESSAGES_S", 50.0)
     monkeypatch.setattr(agent_service, "_MESSAGES", 10)

@@ -105,6 +105,9 @@ async def test_administrative_states() -> None:
         assert (await stub.DrainReplica(drain, timeout=5)).replica.admin == fl.ADMIN_STATE_DRAINING
         await stub.DrainReplica(drain, timeout=5)
         await refused(stub.UnpinReplica(fl.UnpinReplicaRequest(request_id="5", **names), timeout=5), "WRONG_PHASE")
+        again = fl.PinReplicaRequest(request_id="7", **names)  # its unpin would end the drain
+        error = await refused(stub.PinReplica(again, timeout=5), "WRONG_PHASE", grpc.StatusCode.FAILED_PRECONDITION)
+        assert "DRAINING" in str(error.details()) and "activate it first" in str(error.details())
         await stub.ActivateReplica(fl.ActivateReplicaRequest(request_id="6", **names), timeout=5)
         await until(lambda: group.state.replicas["r0"].admin is Admin.ACTIVE, "ACTIVE")
         await stub.DrainReplica(drain, timeout=5)  # a late duplicate drains nothing

@@ -154,6 +154,15 @@ async def test_groups_are_told_to_those_who_may_know_and_life_to_everybody() -> 
         assert status == 503 and said["replicas"] == {}
         status, said = await get(running, "/groups/g/livez", authorization=f"Bearer {TOKEN}-2")
         assert status == 403 and "other" in said["reason"]
+        # what one reading takes for the group, and another for a host
+        for target in (
+            "http://other/groups/g/livez",
+            "//other/groups/g/livez",
+            "https://other/groups/nothing/routable",
+        ):
+            status, said = await get(running, target, authorization=f"Bearer {TOKEN}-2")
+            assert (status, "confined to group other" in said["reason"]) == (403, True), (target, said)
+        assert (await get(running, "http://any/livez"))[0] == 200
 
 
 @pytest.mark.skipif(not HAS_OPENSSL, reason="needs the openssl command")

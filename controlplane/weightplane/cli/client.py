@@ -107,7 +107,7 @@ def dial(address: str) -> Dial:
             "trusted, set WEIGHTPLANE_INSECURE=1"
         ) from None
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(f"--address {address}: {error}") from None
+        raise typer.BadParameter(str(error)) from None
 
 
 @contextmanager

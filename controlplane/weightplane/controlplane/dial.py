@@ -46,9 +46,19 @@ def check_port(address: str, least: int = 1) -> None:
     """``ValueError`` for host:port whose port is none (gRPC would take it modulo 65536)."""
     if address.startswith("unix:"):
         return
+    if address.startswith(("http:", "https:", "grpc:")) or not address.isprintable() or " " in address:
+        raise ValueError(f"{address!r}: expected host:port, no URL and no blanks")
     port = address.rpartition(":")[2]
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and least <= int(port) <= 65535):
         raise ValueError(f"{address!r}: expected host:port with a port from {least} to 65535, found {port[:20]!r}")
+
+
+def _read(variable: str, path: str) -> bytes:
+    """The file that an environment variable names, if it does."""
+    try:
+        return Path(path).read_bytes() if path else b""
+    except OSError as e:
+        raise OSError(e.errno, f"{variable}: {e.strerror}", path) from None
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,8 @@ class Dial:
         check_port(self.address)
         if bool(self.cert_pem) != bool(self.key_pem):
             raise ValueError("a client certificate and its key come together")
+        if not (self.token.isascii() and self.token.isprintable() and self.token == self.token.strip()):
+            raise ValueError("the token: expected printable ASCII without blanks around it, as a header carries it")
         if (self.ca_pem or self.cert_pem) and not self.tls:
             raise ValueError("certificates are given, but tls is off")
         if not self.tls and not self.insecure and not is_loopback(self.address):
@@ -89,7 +101,10 @@ class Dial:
         paths = {n: os.environ.get(f"WEIGHTPLANE_{n.upper()}", "") for n in _FILES}
         if (paths["cert"] or paths["key"]) and not paths["ca"]:
             raise ValueError("WEIGHTPLANE_CERT and _KEY are shown over TLS, which WEIGHTPLANE_CA turns on: set it")
-        ca, cert, key = (Path(path).read_bytes() if path else b"" for path in paths.values())
+        pems = {name: _read(f"WEIGHTPLANE_{name.upper()}", path) for name, path in paths.items()}
+        ca, cert, key = pems.values()
+        if cert and key:
+            check_pair(Path(paths["cert"]), Path(paths["key"]), Path(paths["ca"]))
         return cls(
             address,
             tls=bool(ca),
@@ -97,7 +112,7 @@ class Dial:
             cert_pem=cert,
             key_pem=key,
             files=tuple(paths.values()) if ca else (),
-            token=os.environ.get("WEIGHTPLANE_TOKEN", ""),
+            token=os.environ.get("WEIGHTPLANE_TOKEN", "").strip(),  # a secret from a file mostly ends with a newline
             insecure=os.environ.get("WEIGHTPLANE_INSECURE", "") == "1",
         )
 

@@ -123,7 +123,10 @@ def _acknowledge(tx: Tx, e: Stored) -> None:
         return
     tx.set(acks={k: v for k, v in tx.state.acks.items() if k != e.write_id})
     failure = None
-    if e.ok is not True:
+    if e.ok is False:
+        text = "nothing was written: another coordinator leads on this store (the newest started). Repeat the call"
+        failure = Failure(Reason.COORDINATOR_RESTARTED, text)
+    elif e.ok is None:
         what = e.failed or "the store did not confirm it"
         reason = Reason.RESOURCE if e.failed else Reason.UNKNOWN_OUTCOME
         failure = Failure(

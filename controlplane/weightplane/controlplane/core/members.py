@@ -67,6 +67,8 @@ def routable(state: GroupState, r: Replica, min_version: int = 0) -> tuple[bool,
     live = r.liveness is not Liveness.LOST
     if not live:
         return False, False, False, "its lease ended"
+    if r.stopped_since >= 0 and state.ticked_at - r.stopped_since >= state.config.routing_budget_s:
+        return live, False, False, "its process is stopped"
     others = sorted(set(r.pause_holders) - {"update"})
     if r.weights not in (Weights.READY, Weights.UPDATING, Weights.PENDING) or not _ours(state, r.held):
         return live, False, False, f"its weights are {r.weights}"

@@ -57,6 +57,10 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 8192),  # of one connection
+    # Calls that nobody has begun to serve yet: from 1000 on gRPC ends some by chance, anybody's, with CANCELLED. What
+    # bounds them is the number served at once, and each connection's pace.
+    ("grpc.server.max_pending_requests", 65_536),
+    ("grpc.server.max_pending_requests_hard_limit", 65_536),
 )
 #: For our own clients: what fits the server above.
 CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (

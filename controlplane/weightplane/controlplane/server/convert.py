@@ -269,6 +269,8 @@ def init_transfer(m: wt.InitTransferRequest, call_id: str, deadline: float) -> e
     between("world_size", world, 1, 65536)
     between("rank", m.rank, 0, world - 1)
     between("generation", m.generation, 0, 1 << 62)
+    if m.HasField("resume_step"):
+        between("resume_step", m.resume_step, 0, 1 << 62)
     bucket = between("bucket_bytes", m.bucket_bytes, 4096, 1 << 30) if m.bucket_bytes else 0
     offers = _offers("offers", m.offers)
     if m.transport and m.transport not in {o.transport for o in offers}:

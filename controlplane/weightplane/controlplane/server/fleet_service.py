@@ -29,6 +29,15 @@ _PAGE_BYTES = 2 << 20
 _OneReplica = fl.DrainReplicaRequest | fl.ActivateReplicaRequest | fl.PinReplicaRequest | fl.UnpinReplicaRequest
 A = TypeVar("A", fl.DrainReplicaResponse, fl.ActivateReplicaResponse, fl.PinReplicaResponse, fl.UnpinReplicaResponse)
 
+#: What ends an administrative state, for who tries something else.
+_ENDS = {
+    Admin.PINNED: "UnpinReplica ends that",
+    Admin.DRAINING: "ActivateReplica ends that",
+    Admin.QUARANTINED: "ActivateReplica ends that",
+    Admin.ASLEEP: "WakeReplica ends that",
+    Admin.LEAVING: "it is on its way out, and is ACTIVE when it comes again",
+}
+
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     """See fleet.proto."""
@@ -216,7 +225,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             return earlier
         r = group.replica(fields.name("replica_id", request.replica_id))
         if r.admin in refused:
-            refuse(Reason.WRONG_PHASE, f"{method}: replica {r.replica_id} is {r.admin}", r.replica_id)
+            refuse(Reason.WRONG_PHASE, f"{method}: replica {r.replica_id} is {r.admin}: {_ENDS[r.admin]}", r.replica_id)
         await group.call(lambda call: SetAdmin(call, request.replica_id, admin))
         answer = response(replica=fleet_view.replica_info(group.state, group.replica(request.replica_id)))
         group.answers.keep(method, request, answer)

@@ -50,12 +50,19 @@ _PATHS = (
 Answer = tuple[int, dict[str, Any] | str]
 
 
+def _path(target: str) -> str | None:
+    """The path of a request target, of its absolute form too; None if it has none."""
+    try:
+        return urlsplit(target).path
+    except ValueError:
+        return None
+
+
 def answer(coordinator: Coordinator, target: str) -> Answer:
     """Status and body for a request target. On the coordinator's event loop."""
-    try:
-        url = urlsplit(target)
-    except ValueError:
+    if _path(target) is None:
         return 400, {"ok": False, "reason": _PATHS}
+    url = urlsplit(target)
     parts = [unquote(p) for p in url.path.split("/")[1:]]
     query = parse_qs(url.query, keep_blank_values=True)
     if parts == ["livez"]:
@@ -125,7 +132,9 @@ class Probes:
 
     def _ask(self, target: str, headers: list[tuple[str, str]], names: list[bytes], uris: list[bytes]) -> Answer:
         async def on_loop() -> Answer:
-            path = target.partition("?")[0]
+            path = _path(target)  # of one reading alone: what is asked for is what was allowed
+            if path is None:
+                return 400, {"ok": False, "reason": _PATHS}
             if path not in OPEN:
                 caller = self._authoriser.identity(headers, names, uris)
                 if not caller.roles:
