@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import re
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -128,6 +130,10 @@ class HAProxy:
             f"{row['pxname']}/{row['svname']}": {k: int(v) if v.isdigit() else v for k, v in row.items() if k and v}
             for row in rows
         }
+
+    def downs(self) -> Counter[str]:
+        """How often a server went down, by what its last check came to."""
+        return Counter(re.findall(r"Server replicas/\S+ is DOWN, reason: ([^,]+),", self.log()))
 
     def up(self, name: str) -> bool:
         return str(self.stats()[f"replicas/{name}"]["status"]).startswith("UP")

@@ -178,7 +178,7 @@ def run_all(folder: Path, publishes: int, faults: tuple[str, ...]) -> None:
                 with watcher.fault(*NAMES, back=run.together):
                     pass
                 eventually(lambda: all(proxy.up(n) for n in NAMES), "the proxy finds them up", 20)
-                checks = {n: int(proxy.stats()[f"replicas/{n}"]["chkdown"]) for n in NAMES}
+                before = proxy.downs()
 
                 def during() -> str:
                     return f" ({run.now})" if run.now else ""
@@ -194,12 +194,11 @@ def run_all(folder: Path, publishes: int, faults: tuple[str, ...]) -> None:
                         eventually(lambda: all(proxy.up(n) for n in NAMES), f"the proxy's checks, after {words}", 20)
                     while len(ours.committed) < publishes:
                         run.calm()
-                stats = proxy.stats()
+                stats, downs = proxy.stats(), proxy.downs() - before
         except BaseException:
             print(f.logs())
             raise
     counts = {"example router": ours.examine(), "HAProxy": stock.examine()}
-    downs = {n: int(stats[f"replicas/{n}"]["chkdown"]) - checks[n] for n in NAMES}
     retried = {k: sum(int(stats[f"{b}/BACKEND"][k]) for b in ("replicas", "unchecked")) for k in ("wretr", "wredis")}
     said = report(run, watcher, counts, ours, stock, retried, downs)
     TEXTS.append(("requests through routers", said))
@@ -209,9 +208,9 @@ def run_all(folder: Path, publishes: int, faults: tuple[str, ...]) -> None:
         assert ledger.seen["answered"] > 5 * len(ours.committed) // 2, said
         assert below(ledger) == 0
     assert not ours.seen["passed over: below"], "the router sent a request to a replica that it should have known"
-    assert sum(downs.values()) <= len(faults) + 2 * faults.count("plane"), (
-        f"a publish took a replica out of the proxy: {downs}"
-    )
+    # By an answer: a check that the busy host let wait for more than its 0.2 s says nothing of publishes.
+    most = len(faults) + 2 * faults.count("plane")
+    assert downs["Layer7 wrong status"] <= most, f"a publish took a replica out of the proxy: {downs}"
 
 
 def test_the_documentation_shows_the_proxy_that_is_run() -> None:
@@ -230,13 +229,13 @@ def report(
     ours: Ledger,
     stock: Ledger,
     retried: dict[str, int],
-    downs: dict[str, int],
+    downs: Counter[str],
 ) -> str:
     lines = [f"{len(ours.committed)} versions committed, {run.faults} faults, {run.failed} updates aborted by them"]
     lines += [
         f"health checks: {watcher.counts['probes']}, flips by faults {watcher.counts['flips by a fault']}, "
-        f"by publishes {len(watcher.flips)}; HAProxy took a replica out {sum(downs.values())} times, checking every "
-        f"{CHECK_S:g} s"
+        f"by publishes {len(watcher.flips)}; HAProxy took a replica out {sum(downs.values())} times "
+        f"({', '.join(f'{n} by {why}' for why, n in downs.most_common())}), checking every {CHECK_S:g} s"
     ]
     for who, ledger in (("example router", ours), ("HAProxy", stock)):
         seen = Counter(ledger.seen)

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.server.certificates import HAS_OPENSSL, authority, certificate
 from tests.server.scripted import FAST, dial, fleet, server
+from weightplane.controlplane.server import probes
 from weightplane.controlplane.server.app import Running, ServerConfig, serve
 from weightplane.controlplane.server.probes import answer
 from weightplane.controlplane.server.security import Security, Tls, parse_tokens
@@ -167,8 +169,6 @@ async def test_groups_are_told_to_those_who_may_know_and_life_to_everybody() -> 
 
 @pytest.mark.skipif(not HAS_OPENSSL, reason="needs the openssl command")
 async def test_tls_serves_probes_too_and_a_certificate_names_the_caller(tmp_path: Path) -> None:
-    import ssl
-
     ca = authority(tmp_path)
     tls = Tls(*certificate(tmp_path, "server", "server"), client_ca=ca)
     async with probed(Security(tls=tls)) as running:
@@ -187,8 +187,6 @@ async def test_tls_serves_probes_too_and_a_certificate_names_the_caller(tmp_path
 async def test_half_a_rotation_makes_no_probe_fail_and_a_whole_one_is_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import ssl
-
     ca = authority(tmp_path)
     files = certificate(tmp_path, "server", "server")
     trusting = ssl.create_default_context(cafile=str(ca))
@@ -217,19 +215,57 @@ async def test_half_a_rotation_makes_no_probe_fail_and_a_whole_one_is_taken(
         assert await asyncio.to_thread(shown) != before
 
 
-async def test_silent_clients_hold_up_nobody_and_one_too_many_is_closed() -> None:
+async def test_silent_clients_hold_up_nobody_and_who_asks_for_longest_makes_room() -> None:
     async with probed() as running:
         host, _, port = running.probes.rpartition(":")
         with contextlib.ExitStack() as stack:
-            for _ in range(60):
-                stack.enter_context(contextlib.closing(socket.create_connection((host, int(port)))))
-            assert (await get(running, "/livez"))[0] == 200
-            more = [
-                stack.enter_context(contextlib.closing(socket.create_connection((host, int(port))))) for _ in range(8)
-            ]
-            more[-1].settimeout(5)
+            silent = []
+            for _ in range(3 * 64):
+                made = stack.enter_context(contextlib.closing(socket.create_connection((host, int(port)))))
+                made.sendall(b"GET /livez HTTP/1.1\r\n")  # and no more
+                silent.append(made)
+            for _ in range(10):
+                assert (await get(running, "/livez"))[0] == 200
+            silent[0].settimeout(5)
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.to_thread(more[-1].recv, 1) == b"", "closed at once"
+                assert await asyncio.to_thread(silent[0].recv, 1) == b"", "closed, for those who came later"
+
+
+@pytest.mark.parametrize(
+    "tls",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_OPENSSL, reason="needs the openssl command"))],
+    ids=["plain", "tls"],
+)
+async def test_a_client_that_drips_is_closed_all_the_same(
+    tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_IDLE_S", 1.0)
+    context, security = None, Security()
+    if tls:
+        ca = authority(tmp_path)
+        security = Security(tls=Tls(*certificate(tmp_path, "server", "server"), client_ca=ca))
+        context = ssl.create_default_context(cafile=str(ca))
+    async with probed(security) as running:
+        host, _, port = running.probes.rpartition(":")
+
+        def drip() -> bytes:
+            with contextlib.closing(socket.create_connection((host, int(port)), timeout=10)) as made:
+                made.settimeout(0.1)
+                with context.wrap_socket(made, server_hostname="localhost") if context else made as wrapped:
+                    wrapped.sendall(b"GET /livez HTTP/1.1\r\n")
+                    while True:
+                        try:
+                            wrapped.sendall(b"x")
+                            return wrapped.recv(1)
+                        except TimeoutError:
+                            continue
+                        except OSError:
+                            return b""
+
+        began = time.monotonic()
+        assert await asyncio.wait_for(asyncio.to_thread(drip), 20) == b""
+        assert time.monotonic() - began < 10
+        assert (await get(running, "/livez", context=context))[0] == 200
 
 
 async def test_a_blocked_event_loop_is_not_alive() -> None:

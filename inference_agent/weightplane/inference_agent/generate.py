@@ -18,11 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 from weightplane.controlplane.addresses import is_loopback_host
-from weightplane.controlplane.bounded_http import BoundedHttpServer
+from weightplane.controlplane.bounded_http import BoundedHandler, BoundedHttpServer
 from weightplane.controlplane.core.model import NONE_HELD
 from weightplane.transports.digest import hex_digest
 
@@ -271,7 +270,7 @@ def _checked(body: dict[str, Any]) -> tuple[list[list[int]], int, float, int]:
     return prompts, most, float(temperature), seed
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     server_owner: GenerateServer
     timeout = _TIMEOUT_S
     protocol_version = "HTTP/1.1"
@@ -313,18 +312,23 @@ class _Handler(BaseHTTPRequestHandler):
             length = int(self.headers.get("Content-Length", ""))
         except ValueError:
             raise _Refused(411, "Content-Length is needed") from None
-        if not 0 <= length <= _MAX_BODY:
-            left = min(length, _DISCARD)  # who still writes when we close hears of a broken pipe, not of its mistake
-            while left > 0 and (piece := self.rfile.read(min(left, 1 << 16))):
-                left -= len(piece)
-            raise _Refused(413, f"the body may have {_MAX_BODY} bytes, this one has {length}")
+        with self.server.asking(self.connection):
+            said = self._read(length)
         try:
-            body = json.loads(self.rfile.read(length))
+            body = json.loads(said)
         except ValueError as e:
             raise _Refused(400, f"the body is not JSON: {e}") from None
         if not isinstance(body, dict):
             raise _Refused(400, "the body is not a JSON object")
         return body
+
+    def _read(self, length: int) -> bytes:
+        if not 0 <= length <= _MAX_BODY:
+            left = min(length, _DISCARD)  # who still writes when we close hears of a broken pipe, not of its mistake
+            while left > 0 and (piece := self.rfile.read(min(left, 1 << 16))):
+                left -= len(piece)
+            raise _Refused(413, f"the body may have {_MAX_BODY} bytes, this one has {length}")
+        return self.rfile.read(length)
 
     def _answer(self, work: Callable[[], dict[str, Any]]) -> None:
         try:

@@ -16,11 +16,10 @@ import socket
 import ssl
 import threading
 from concurrent.futures import TimeoutError as LoopTimeout
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from weightplane.controlplane.bounded_http import BoundedHttpServer
+from weightplane.controlplane.bounded_http import BoundedHandler, BoundedHttpServer
 from weightplane.controlplane.core.members import routable
 from weightplane.controlplane.core.model import Replica
 from weightplane.controlplane.core.reasons import Reason
@@ -39,8 +38,8 @@ log = logging.getLogger(__name__)
 
 OPEN = frozenset({"/livez", "/readyz"})
 _PATIENCE_S = 2.0  # an event loop that takes longer for a look at its own state is not alive
-_IDLE_S = 10.0  # of a connection
-_MOST = 64  # connections at a time; one more is closed
+_IDLE_S = 10.0  # that a connection may be silent, or take for a request
+_MOST = 64  # connections at a time
 _QUESTIONS = ("livez", "readyz", "routable")
 _PATHS = (
     "expected /livez, /readyz, /metrics, or one of livez, readyz, routable under /groups/G/ or /groups/G/replicas/R/"
@@ -159,10 +158,10 @@ class Probes:
             log.exception("a probe of %r failed", target[:200])
             return 500, {"ok": False, "reason": "an internal error, see the server's log"}
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _handler(self) -> type[BoundedHandler]:
         ask = self._ask
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(BoundedHandler):
             protocol_version = "HTTP/1.1"
             server_version, sys_version = "weightplane", ""
             timeout = _IDLE_S
@@ -194,7 +193,7 @@ class Probes:
 class _Server(BoundedHttpServer):
     request_queue_size = _MOST
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: Tls | None) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[BoundedHandler], tls: Tls | None) -> None:
         self._tls = Contexts(tls, "probes") if tls is not None else None
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler, _MOST)
@@ -205,5 +204,9 @@ class _Server(BoundedHttpServer):
         if self._tls is None:
             super().finish_request(request, client_address)
             return
-        with self._tls.newest().wrap_socket(request, server_side=True) as wrapped:
+        tls = self._tls.newest()
+        with tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as wrapped:
+            with self.asking(wrapped):
+                self.asked(request)  # it has handed its descriptor over
+                wrapped.do_handshake()
             super().finish_request(wrapped, client_address)
