@@ -48,6 +48,9 @@ class Router(BaseHTTPRequestHandler):
         except (OSError, http.client.HTTPException, ValueError) as e:  # the control plane's own error, in short
             found, tried = {}, {"": str(e)}
         for replica, address in found.items():
+            if not address:
+                tried[replica] = f"replica {replica} tells no address"
+                continue
             try:
                 status, said = ask(address, "POST", self.path, body, {FLOOR: floor}, self.patience)
             except (OSError, http.client.HTTPException) as e:
@@ -57,7 +60,9 @@ class Router(BaseHTTPRequestHandler):
                 self.answer(status, said, replica, tried)
                 return
             tried[replica] = said.decode(errors="replace")
-        self.answer(503, b'{"error": "nobody serves this version or a newer one now"}', "", tried)
+        unseen = [tried[r] for r in found if not found[r]]
+        error = "; ".join(["nobody serves this version or a newer one now", *unseen])
+        self.answer(503, json.dumps({"error": error}).encode(), "", tried)
 
     def answer(self, status: int, body: bytes, replica: str, tried: dict[str, str]) -> None:
         """``tried``: who was passed over, and why."""

@@ -25,8 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
-    config.addinivalue_line("markers", "large: needs many GiB of memory; run with --large")
+    config.addinivalue_line("markers", f"large: {_large(config)}")
     config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, where that is installed")
+
+
+def _large(config: pytest.Config) -> str:
+    """What ``large`` means, by the option that is there; ours is not where a test module is what loads the plug-in."""
+    weightplane_s_own = config.getoption("--run-large", default=None) is not None
+    return f"needs many GiB of memory; run with {'--run-large' if weightplane_s_own else f'-p {__name__} --large'}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -41,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--large", default=False) and not config.getoption("--run-large", default=False):
         for item in items:
             if item.get_closest_marker("large"):
-                item.add_marker(pytest.mark.skip(reason="needs many GiB of memory; run with --large"))
+                item.add_marker(pytest.mark.skip(reason=_large(config)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
