@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import socket
@@ -161,24 +162,58 @@ async def test_silent_and_slow_callers_are_let_go(monkeypatch: pytest.MonkeyPatc
         assert (await post(running, FLEET + "ListGroups"))[0] == 200
 
 
-async def test_one_caller_too_many_is_told_so() -> None:
+async def test_headers_that_drip_after_an_answer_are_let_go_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_listener, "_IDLE_S", 0.5)
     async with gated() as running:
         port = int(running.gateway.rpartition(":")[2])
-        held = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(gateway_listener._MOST)]
-        try:
-            await asyncio.sleep(0)
 
-            def refused() -> bool:
-                asking = connection(running.gateway)
-                asking.request("POST", FLEET + "ListGroups", b"{}", {"Content-Type": "application/json"})
-                return asking.getresponse().status == 503
+        def drip() -> bytes:
+            with socket.create_connection(("127.0.0.1", port), 10) as s:
+                s.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                heard = b""
+                while b"}]}" not in heard:
+                    heard += s.recv(65536)
+                s.settimeout(0.05)
+                s.sendall(b"POST /x HTTP/1.1\r\nHost: localhost\r\n")
+                while True:
+                    try:
+                        s.sendall(b"A: b\r\n")
+                        return s.recv(65536)
+                    except TimeoutError:
+                        continue
+                    except ConnectionError:
+                        return b""
 
-            assert await asyncio.to_thread(refused)
-        finally:
-            for s in held:
-                s.close()
-        assert await asyncio.to_thread(eventually, lambda: not refused())
-        assert (await post(running, FLEET + "ListGroups"))[0] == 200
+        assert await asyncio.wait_for(asyncio.to_thread(drip), 20) == b""
+
+
+async def test_who_asks_for_longest_makes_room_and_one_too_many_is_told_so() -> None:
+    async with gated() as running:
+        port = int(running.gateway.rpartition(":")[2])
+        head = f"POST {FLEET}ListGroups HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+
+        def holding(said: bytes) -> list[socket.socket]:
+            held = []
+            for _ in range(gateway_listener._MOST):
+                held.append(socket.create_connection(("127.0.0.1", port), 5))
+                held[-1].sendall(said)
+            return held
+
+        def status() -> int:
+            asking = connection(running.gateway)
+            asking.request("POST", FLEET + "ListGroups", b"{}", {"Content-Type": "application/json"})
+            return asking.getresponse().status
+
+        with contextlib.ExitStack() as stack:
+            for half in [head] * 2:
+                for s in await asyncio.to_thread(holding, half):
+                    stack.enter_context(contextlib.closing(s))
+                assert await asyncio.to_thread(status) == 200
+        with contextlib.ExitStack() as stack:
+            for s in await asyncio.to_thread(holding, head + b"Content-Length: 9\r\n\r\n{"):  # their answers are due
+                stack.enter_context(contextlib.closing(s))
+            assert await asyncio.to_thread(eventually, lambda: status() == 503)
+        assert await asyncio.to_thread(eventually, lambda: status() == 200)
 
 
 async def test_a_taken_port_is_an_error_and_a_stopped_server_lets_go_of_its_own() -> None:

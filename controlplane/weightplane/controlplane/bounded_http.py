@@ -93,7 +93,7 @@ class BoundedHttpServer(ThreadingHTTPServer):
             self._shut(longest)
 
     def _shut(self, connection: socket.socket) -> None:
-        """Wake its thread, which ends. Of a TLS connection the TCP one: its own shutdown is for the thread that reads."""
+        """Wake its thread, which ends. Of TLS the TCP connection: its own shutdown is for who reads."""
         self.asked(connection)
         try:
             socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -19,22 +19,44 @@ __all__ = ["Listener"]
 
 log = logging.getLogger(__name__)
 
-_MOST = 256  # connections at a time; one more is told so
-_IDLE_S = 10.0  # that a connection may take to its first request, or between two
+_MOST = 256  # connections at a time; where all are being answered one more is told so
+_IDLE_S = 10.0  # that a connection may take for a request's headers, the time before them included
 _LOOK_S = 1.0
 _LEAVE_S = 2
 
 
 class _Connection(H11Protocol):
-    """Remembers the client's certificate; ends a connection that asks nothing."""
+    """Remembers the client's certificate; ends a connection that asks nothing, or byte by byte. Where there are too
+    many, the one that has been asking for longest makes room."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "certificate": names_in(transport.get_extra_info("peercert"))}
-        self._asks_by = self.loop.call_later(_IDLE_S, self._idle)
+        self._asks_since, self._asks_by = self.loop.time(), self.loop.call_later(_IDLE_S, self._idle)
+        self._find_room()
+
+    def _find_room(self) -> None:
+        there = [c for c in self.connections if isinstance(c, _Connection) and not c.transport.is_closing()]
+        if len(there) <= _MOST:
+            return
+        asking = [c for c in there if c.asks and c is not self]
+        if asking:
+            min(asking, key=lambda c: c._asks_since).transport.abort()
+        else:
+            self.limit_concurrency = 1  # of this connection: its request is told so, and it is closed
+
+    @property
+    def asks(self) -> bool:
+        """Whether the whole of a request's headers is still to come."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        self._asks_by.cancel()
+        self._asks_since, self._asks_by = self.loop.time(), self.loop.call_later(_IDLE_S, self._idle)
+        super().on_response_complete()
 
     def _idle(self) -> None:
-        if self.scope is None:
+        if self.asks:
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -58,7 +80,6 @@ class Listener:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=_MOST,
             timeout_keep_alive=int(_IDLE_S),
             timeout_graceful_shutdown=_LEAVE_S,
         )
