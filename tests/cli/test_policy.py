@@ -56,6 +56,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(site: Site) -> None:
         (("--declare", "dtype"), "expected NAME=VALUE"),
         (("--declare", "dtype="), "it is not declared"),
         (("--unblock", "Dtype"), "none blocks"),
+        (("--block", "LogprobMode"), "LogprobsMode, "),
         (("--update-timeout", "0"), "greater than or equal to 1"),
     ):
         assert expected in site.run("policy", "-g", GROUP, *words, "--min-replicas", "5", code=2)

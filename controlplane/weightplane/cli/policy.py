@@ -85,6 +85,8 @@ def policy(
                 wanted.commit.all = True
         _declare(wanted, declare or [])
         _block(wanted, block or [], unblock or [])
+        if block:
+            _known_types(c, group if known.group else "", block)
         if changes:
             known = _change(c, known, wanted, group)
         judged = fleet_pb2.ListReplicasRequest(group=group)
@@ -134,6 +136,22 @@ def _declare(wanted: fleet_pb2.GroupPolicy, pairs: list[str]) -> None:
             del wanted.declared[name]
         else:
             raise typer.BadParameter(f"--declare {name}=: it is not declared, so it cannot be taken back")
+
+
+def _known_types(c: Connection, group: str, block: list[str]) -> None:
+    """A misspelt condition is told by nobody and would take every replica out of routing. Other engines than ours have
+    others: one that a replica of the group tells is one."""
+    from weightplane.inference_agent.engines.vllm.audit import audit
+    from weightplane.inference_agent.engines.vllm.settings import Declared, EngineSettings
+
+    ours = {"Audit", *(condition.type for condition in audit(EngineSettings(), Declared()))}
+    if not (others := set(block) - ours):
+        return
+    asked = fleet_pb2.ListReplicasRequest(group=group, conditions=True)
+    replicas = c.fleet.ListReplicas(asked, timeout=c.timeout).replicas if group else []
+    if unknown := sorted(others - {condition.type for r in replicas for condition in r.conditions}):
+        expected = f"one of {', '.join(sorted(ours))}, or one that a replica of the group tells"
+        raise typer.BadParameter(f"--block: expected {expected}; found {unknown[0]!r}")
 
 
 def _block(wanted: fleet_pb2.GroupPolicy, block: list[str], unblock: list[str]) -> None:

@@ -107,6 +107,8 @@ class InferenceAgent:
         for what, name in (("group", group), ("replica_id", replica_id)):
             if not is_name(name):
                 raise ValueError(f"{what}: expected {NAME_RULE}, found {name!r}")
+        if retain is not None and not isinstance(retain, Retainer):
+            raise TypeError(f"retain: expected a weightplane.transports.retained.Retainer, found {retain!r}")
         if retain is not None and (why := why_not(engine)):
             raise ValueError(f"retain: {why}")
         self._retain = retain

@@ -1,7 +1,7 @@
 """Unary calls of the agent: deadlines, retries where they are safe (all of these are), refusals as values.
 
-Any thread. Only UNAVAILABLE and CANCELLED-by-restart are tried again, with jitter, until the call's time is over or
-``cancelled`` says that nobody wants the answer any more.
+Any thread. UNAVAILABLE and a call's own DEADLINE_EXCEEDED are tried again, with jitter, until the call's time is over
+or ``cancelled`` says that nobody wants the answer any more.
 """
 
 from __future__ import annotations
