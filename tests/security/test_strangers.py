@@ -6,6 +6,7 @@ The shared-memory segments and the control connections of ``ucx`` and ``cuda_ipc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -270,33 +271,46 @@ def test_who_has_not_shown_the_token_makes_the_agent_hold_little(workers: tuple[
     assert b"welcome" in say(listener.path, hello("the-token-of-this-life"))
 
 
-def test_the_connections_of_generate_are_bounded_and_one_that_leaves_makes_room(
+def test_the_connections_of_generate_are_bounded_and_who_asks_for_longest_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generate, "_MOST_CONNECTIONS", 3)
-    server = GenerateServer(TorchModuleEngine(torch.nn.Linear(1, 1)), lambda *_, **__: []).start()
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(*_: object, **__: object) -> list[Any]:
+        begun.release()
+        assert go_on.wait(60)
+        return []
+
+    server = GenerateServer(TorchModuleEngine(torch.nn.Linear(1, 1)), slow, serve_unsynced=True).start()
     host, _, port = server.address.rpartition(":")
-    held = [socket.create_connection((host, int(port)), 5) for _ in range(3)]
-    try:
-        time.sleep(0.2)
-        with socket.create_connection((host, int(port)), 5) as fourth:
-            assert fourth.recv(1) == b""
-        held.pop().close()
-        end = time.monotonic() + 5
+
+    def made(said: bytes = b"") -> socket.socket:
+        s = stack.enter_context(contextlib.closing(socket.create_connection((host, int(port)), 10)))
+        s.sendall(said)
+        return s
+
+    version = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    body = json.dumps({"prompts": [[1]], "max_new_tokens": 1}).encode()
+    asked = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        stack.callback(go_on.set)
+        first, *_others = [made() for _ in range(3)]
+        assert made(version).recv(15) == b"HTTP/1.1 200 OK"
+        assert first.recv(1) == b""
+        for _ in range(3):
+            made(asked)
+            assert begun.acquire(timeout=20)
+        with contextlib.suppress(ConnectionResetError):
+            assert made(version).recv(1) == b"", "all are being answered"
+        go_on.set()
+        deadline = time.monotonic() + 20
         while True:
-            with socket.create_connection((host, int(port)), 5) as made:
-                made.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                try:
-                    if made.recv(15) == b"HTTP/1.1 200 OK":
-                        break
-                except ConnectionResetError:
-                    pass
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    finally:
-        for made in held:
-            made.close()
-        server.stop()
+            with contextlib.suppress(ConnectionError):
+                if made(version).recv(15) == b"HTTP/1.1 200 OK":
+                    break
+            assert time.monotonic() < deadline
 
 
 def test_the_bounds_that_are_published_are_the_codes() -> None:

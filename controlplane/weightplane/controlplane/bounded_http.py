@@ -112,15 +112,19 @@ class BoundedHttpServer(ThreadingHTTPServer):
 class BoundedHandler(BaseHTTPRequestHandler):
     """Says when a request's line and headers are expected, and when they are there. A body is for who reads it."""
 
-    server: BoundedHttpServer
+    @property
+    def bounded(self) -> BoundedHttpServer:
+        """The server."""
+        assert isinstance(self.server, BoundedHttpServer)
+        return self.server
 
     def handle_one_request(self) -> None:
         """The next request of the connection."""
-        with self.server.asking(self.connection):
+        with self.bounded.asking(self.connection):
             super().handle_one_request()
 
     def parse_request(self) -> bool:
         """Line and headers."""
         good = super().parse_request()
-        self.server.asked(self.connection)
+        self.bounded.asked(self.connection)
         return good

@@ -312,7 +312,7 @@ class _Handler(BoundedHandler):
             length = int(self.headers.get("Content-Length", ""))
         except ValueError:
             raise _Refused(411, "Content-Length is needed") from None
-        with self.server.asking(self.connection):
+        with self.bounded.asking(self.connection):
             said = self._read(length)
         try:
             body = json.loads(said)

@@ -3,12 +3,11 @@
 A third party's whole test module::
 
     TRANSPORT = "mine"  # its name in the entry-point group "weightplane.transports"
-    pytest_plugins = ["weightplane.transports.conformance.plugin"]
     from weightplane.transports.conformance.cases_data import *
     from weightplane.transports.conformance.cases_faults import *
     from weightplane.transports.conformance.cases_resources import *
 
-It is run with ``pytest``. A transport that is not installed yet goes by ``module:Class``. ``models`` makes the tensors,
+It is run with ``pytest -p weightplane.transports.conformance.plugin``. A transport that is not installed yet goes by ``module:Class``. ``models`` makes the tensors,
 ``peer`` is a member's process, ``harness`` drives a fleet of them; ``cases_faults`` says which failpoints are expected.
 """
 
