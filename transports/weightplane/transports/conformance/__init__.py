@@ -7,8 +7,9 @@ A third party's whole test module::
     from weightplane.transports.conformance.cases_faults import *
     from weightplane.transports.conformance.cases_resources import *
 
-It is run with ``pytest -p weightplane.transports.conformance.plugin``. A transport that is not installed yet goes by ``module:Class``. ``models`` makes the tensors,
-``peer`` is a member's process, ``harness`` drives a fleet of them; ``cases_faults`` says which failpoints are expected.
+It is run with ``pytest -p weightplane.transports.conformance.plugin``. A transport that is not installed yet goes by
+``module:Class``. ``models`` makes the tensors, ``peer`` is a member's process, ``harness`` drives a fleet of them;
+``cases_faults`` says which failpoints are expected.
 """
 
 import sys
