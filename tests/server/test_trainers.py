@@ -176,7 +176,7 @@ async def test_resuming_an_older_checkpoint_unroutes_until_it_commits() -> None:
         check = fl.CheckReplicaRequest(group="g", replica_id="r0")
         assert (await trainer.fleet.CheckReplica(check, timeout=5)).routable
         resumed = Trainer(running.address, name="resumed")
-        error = await refused(resumed.init(takeover=True, resume_step=-1), "INVALID")  # who means: none
+        error = await refused(resumed.init(takeover=True, resume_step=-1), "INVALID_ARGUMENT")  # who means: none
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "resume_step" in str(error.details())
         assert (await trainer.fleet.CheckReplica(check, timeout=5)).routable
         await resumed.init(takeover=True, resume_step=4)
