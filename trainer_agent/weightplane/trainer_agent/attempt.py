@@ -44,6 +44,7 @@ __all__ = ["Attempt"]
 
 log = logging.getLogger(__name__)
 
+_ASKED_S = 0.5  # after it an outcome is asked for no longer: what a busy host takes to end has the rest of the second
 _GRACE_S = 0.8  # after the deadline, all last questions together may take this long: a publish ends within a second
 _SETTLE_S = 0.7  # wait this long for an aborted update's last word before raising
 
@@ -375,7 +376,7 @@ class Attempt:
     def _outcome(self, error: BaseException) -> update_pb2.UpdateInfo:
         """Ask until the outcome is known, which may take as long as the update might have; the coordinator may be
         restarting."""
-        end = self._soon(float("inf"))
+        end = self._soon(float("inf"), _ASKED_S)
         pause = 0.02
         while time.monotonic() < end:
             update = self._ask(end)
@@ -383,7 +384,7 @@ class Attempt:
                 if is_aborted(update):
                     raise AttemptFailed(failure_from_proto(update.failure), update) from error
                 return self._flipped(update)
-            time.sleep(pause)
+            time.sleep(max(0.0, min(pause, end - time.monotonic())))
             pause = min(0.5, 2 * pause)
         raise self._unknown(error)
 
