@@ -585,14 +585,18 @@ def test_silence_between_updates_costs_nothing_and_ends_an_update_that_waits() -
     assert g.s.open is None and g.s.history["u1"].phase is Phase.ABORTED
 
 
+def half_a_second_with_r0_stopped(g: Group) -> None:
+    g.now += 0.5
+    g.do(events.Beat("rank/0", "", 1))
+    g.do(events.Beat("r1", g.life("r1")))
+    g.do(events.Beat("r0", g.life("r0"), process=states.Process.STOPPED))
+    g.do(events.Tick())
+
+
 def test_a_stopped_process_is_found_although_its_helper_beats() -> None:
     g = Group().fleet().to(Phase.TRANSFERRING)
     for _ in range(9):
-        g.now += 0.5
-        g.do(events.Beat("rank/0", "", 1))
-        g.do(events.Beat("r1", g.life("r1")))
-        g.do(events.Beat("r0", g.life("r0"), process=states.Process.STOPPED))
-        g.do(events.Tick())
+        half_a_second_with_r0_stopped(g)
     assert g.s.open is not None and g.s.open.phase is Phase.ABORTING
     assert g.s.replicas["r0"].liveness is Liveness.LOST
 
@@ -602,11 +606,7 @@ def test_a_replica_that_stays_stopped_is_routable_until_its_routing_budget_is_ov
     assert members.routable(g.s, g.s.replicas["r0"])[2]
     ok = []
     for _ in range(40):
-        g.now += 0.5
-        g.do(events.Beat("rank/0", "", 1))
-        g.do(events.Beat("r1", g.life("r1")))
-        g.do(events.Beat("r0", g.life("r0"), process=states.Process.STOPPED))
-        g.do(events.Tick())
+        half_a_second_with_r0_stopped(g)
         ok.append(members.routable(g.s, g.s.replicas["r0"]))
     assert [o[2] for o in ok] == sorted((o[2] for o in ok), reverse=True)
     assert abs(sum(o[2] for o in ok) * 0.5 - g.s.config.routing_budget_s) <= 1.0

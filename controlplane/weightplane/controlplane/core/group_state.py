@@ -9,9 +9,7 @@ from .model import NONE_HELD, Config, Held, Policy, Replica, Trainer, Waiter
 from .persistent import PersistentMap
 from .update_state import CatchUp, Update
 
-__all__ = [
-    "GroupState",
-]
+__all__ = ["GroupState"]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Who is there, and what a group asks of them, as the coordinator knows it. Frozen values;
-``group.step`` makes new ones.
+"""Who is there, and what a group asks of them, as the coordinator knows it. Frozen values; ``group.step``
+makes new ones.
 
 Three separate states describe a replica (weights, liveness, administrative); ``may_join`` in ``members.py`` is the one
 table that reads them together.

@@ -94,10 +94,7 @@ def set_admin(tx: Tx, e: SetAdmin) -> None:
         )
     elif r.admin is Admin.ASLEEP and e.admin is not Admin.ASLEEP:  # once ACTIVE it would be updated in released memory
         failure = Failure(Reason.WRONG_PHASE, f"replica {r.replica_id} is ASLEEP: wake it up first", r.replica_id)
-    elif e.admin is Admin.PINNED and r.admin not in (
-        Admin.ACTIVE,
-        Admin.PINNED,
-    ):
+    elif e.admin is Admin.PINNED and r.admin not in (Admin.ACTIVE, Admin.PINNED):
         # The end of the pin would be the end of that too.
         text = f"replica {r.replica_id} is {r.admin}: only an ACTIVE one can be pinned, activate it first"
         failure = Failure(Reason.WRONG_PHASE, text, r.replica_id)

@@ -10,15 +10,7 @@ from .persistent import PersistentMap
 from .reasons import Failure
 from .states import CachePolicy, Evidence, Mode, PauseMode, Phase, Stage, Verdict, Verify
 
-__all__ = [
-    "Call",
-    "CatchUp",
-    "Options",
-    "Parity",
-    "Part",
-    "PlanSummary",
-    "Update",
-]
+__all__ = ["Call", "CatchUp", "Options", "Parity", "Part", "PlanSummary", "Update"]
 
 
 @dataclass(frozen=True)

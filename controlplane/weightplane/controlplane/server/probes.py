@@ -17,7 +17,7 @@ import ssl
 import threading
 from concurrent.futures import TimeoutError as LoopTimeout
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from weightplane.controlplane.bounded_http import BoundedHandler, BoundedHttpServer
 from weightplane.controlplane.core.members import routable
@@ -49,19 +49,19 @@ _PATHS = (
 Answer = tuple[int, dict[str, Any] | str]
 
 
-def _path(target: str) -> str | None:
-    """The path of a request target, of its absolute form too; None if it has none."""
+def _parsed(target: str) -> SplitResult | None:
+    """The one reading of a request target, of its absolute form too; None if it is none."""
     try:
-        return urlsplit(target).path
+        return urlsplit(target)
     except ValueError:
         return None
 
 
 def answer(coordinator: Coordinator, target: str) -> Answer:
     """Status and body for a request target. On the coordinator's event loop."""
-    if _path(target) is None:
+    url = _parsed(target)
+    if url is None:
         return 400, {"ok": False, "reason": _PATHS}
-    url = urlsplit(target)
     parts = [unquote(p) for p in url.path.split("/")[1:]]
     query = parse_qs(url.query, keep_blank_values=True)
     if parts == ["livez"]:
@@ -131,9 +131,8 @@ class Probes:
 
     def _ask(self, target: str, headers: list[tuple[str, str]], names: list[bytes], uris: list[bytes]) -> Answer:
         async def on_loop() -> Answer:
-            path = _path(target)  # of one reading alone: what is asked for is what was allowed
-            if path is None:
-                return 400, {"ok": False, "reason": _PATHS}
+            url = _parsed(target)  # as ``answer`` reads it: what is asked for is what was allowed
+            path = url.path if url is not None else ""
             if path not in OPEN:
                 caller = self._authoriser.identity(headers, names, uris)
                 if not caller.roles:
