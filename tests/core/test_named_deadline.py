@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.harness import Group
-from weightplane.controlplane.core import events, progress
+from weightplane.controlplane.core import events, progress, trainers
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.core.states import Phase, Stage
 from weightplane.controlplane.core.update_state import Update
@@ -183,3 +183,57 @@ def test_a_call_whose_own_time_is_over_names_the_one_replica_that_is_behind() ->
     failure = g.replies[late].failure
     assert failure is not None and (failure.reason, failure.member) == (Reason.DEADLINE, "r0")
     assert g.s.open is not None and g.s.open.failure is None, "the update goes on"
+
+
+# --- a trainer that is stopped -----------------------------------------------------------------------------------------
+
+
+def stopped_trainer(beats: bool) -> Group:
+    """Its WatchUpdate stream stays open, as a stopped process's does; it beat until then, or never did."""
+    g = due(1)
+    g.do(events.RankHello("w", 1, 1, 0, watch=True))
+    if beats:
+        g.beats()
+    armed(g, r0=4)
+    for _ in range(8):
+        g.now += 0.5
+        g.do(events.Beat("r0", g.life("r0")))
+        g.do(events.Tick())
+    return g
+
+
+def test_a_trainer_that_beat_is_lost_once_its_beats_end_though_its_stream_is_open() -> None:
+    g = stopped_trainer(beats=True)
+    failure = ended(g).failure
+    assert failure is not None and (failure.reason, failure.member) == (Reason.MEMBER_LOST, "rank/0"), failure
+    assert "no heartbeat came for 3" in failure.message and "its connection is open" in failure.message, failure
+    assert g.s.replicas["r0"].failures_in_a_row == 0
+    other = g.init("other")
+    assert [g.failure(c) for c in other] == [None], "and its hold is over"
+
+
+def test_a_trainer_that_never_beat_is_held_by_its_stream_alone() -> None:
+    g = stopped_trainer(beats=False)
+    assert g.s.open is not None and g.s.open.phase is Phase.TRANSFERRING
+    (refused,) = g.init("other")
+    assert g.failure(refused) is Reason.TRAINER_HELD
+
+
+def test_one_that_opens_its_stream_anew_is_held_by_it_until_it_beats_again() -> None:
+    g = due(1)
+    for again in (False, True):
+        g.beats()
+        g.do(events.RankHello("w", 1, 1, 0, watch=True))
+        g.sleep(5, beats=False)
+        rank = g.s.trainer.ranks[0] if g.s.trainer is not None else None
+        assert rank is not None and trainers.rank_lives(rank, g.now), again
+
+
+def test_with_the_stream_taken_for_a_sign_of_life_the_replica_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted defect."""
+    monkeypatch.setattr(trainers, "_by_stream", lambda rank: rank.watches > 0)
+    g = stopped_trainer(beats=True)
+    assert g.s.open is not None and g.s.open.phase is Phase.TRANSFERRING
+    g.sleep(9.5, beats=False)
+    failure = ended(g).failure
+    assert failure is not None and failure.member == "r0"

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int kHandshakeMs = 5000;
+constexpr int kConnectMs = 1000, kHandshakeMs = 5000, kAgainMs = 100;
 
 std::string environment(const char *name) {
     const char *value = std::getenv(name);
@@ -22,9 +22,11 @@ bool is_loopback(const std::string &address) {
 
 } // namespace
 
-Deadline in_seconds(double seconds) {
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+Clock::duration seconds_of(double seconds) {
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
+
+Deadline in_seconds(double seconds) { return Clock::now() + seconds_of(seconds); }
 
 gpr_timespec grpc_deadline(Deadline deadline) {
     const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
@@ -46,9 +48,10 @@ std::shared_ptr<grpc::Channel> dial(const std::string &address, const Identity &
     options.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     options.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
     options.SetMaxSendMessageSize(4 << 20);
+    // gRPC gives an attempt to connect this long, under that option's odd name: a busy server's TLS takes its time.
+    options.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, identity.ca.empty() ? kConnectMs : kHandshakeMs);
+    options.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kAgainMs);
     if (!identity.ca.empty()) {
-        // gRPC gives an attempt to connect this long, under that option's odd name: a busy server's TLS takes its time.
-        options.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kHandshakeMs);
         const auto credentials = grpc::SslCredentials({identity.ca, identity.key, identity.cert});
         return grpc::CreateCustomChannel(address, credentials, options);
     }
@@ -60,11 +63,35 @@ std::shared_ptr<grpc::Channel> dial(const std::string &address, const Identity &
 }
 
 ControlPlane::ControlPlane(const std::string &address, const Identity &identity)
-    : stub_(weightplane::v1::WeightTransferService::NewStub(dial(address, identity))), token_(identity.token),
-      advice_(" (" + address +
-              (identity.ca.empty() ? ": does a control plane listen there? If it speaks TLS: --tls-ca)"
-                                   : ", with TLS: is its certificate for this name, from this authority, and does it ask "
-                                     "for one of ours?)")) {}
+    : channel_(dial(address, identity)), stub_(weightplane::v1::WeightTransferService::NewStub(channel_)),
+      agents_(weightplane::v1::AgentService::NewStub(channel_)), secure_(!identity.ca.empty()), token_(identity.token),
+      address_(address) {}
+
+std::string ControlPlane::advice(grpc::StatusCode code) const {
+    if (answered_ ? code != grpc::StatusCode::UNAVAILABLE
+                  : code != grpc::StatusCode::UNAVAILABLE && code != grpc::StatusCode::DEADLINE_EXCEEDED)
+        return "";
+    auto out = address_ + (secure_ ? ", with TLS: is its certificate for this name, from this authority, and does it ask "
+                                     "for one of ours?"
+                                   : ": does a control plane listen there? If it speaks TLS: --tls-ca");
+    if (!answered_)
+        out += "; start one (weightplane controlplane), or name its address (--address or WEIGHTPLANE_ADDRESS)";
+    return out;
+}
+
+bool ControlPlane::reached(double seconds, Stop &stop) {
+    const Deadline end = in_seconds(seconds);
+    const Deadline shaken = std::max(end, secure_ ? Clock::now() + std::chrono::milliseconds(kHandshakeMs) : end);
+    while (true) {
+        const auto state = channel_->GetState(true);
+        if (state == GRPC_CHANNEL_READY)
+            return true;
+        // An attempt that nothing has answered yet may be a busy server's handshake.
+        if (Clock::now() >= (state == GRPC_CHANNEL_CONNECTING ? shaken : end))
+            return false;
+        stop.sleep_until(in_seconds(0.02));
+    }
+}
 
 void ControlPlane::begin(grpc::ClientContext &context) const {
     if (!token_.empty())

@@ -3,13 +3,16 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 
 #include "identity.hpp"
 #include "stop.hpp"
+#include "weightplane/v1/agent.grpc.pb.h"
 #include "weightplane/v1/weight_transfer.grpc.pb.h"
 
+Clock::duration seconds_of(double seconds);
 Deadline in_seconds(double seconds);
 
 // For a call's context: on a clock that nobody sets.
@@ -29,6 +32,10 @@ public:
     ControlPlane(const std::string &address, const Identity &identity);
 
     Stub &stub() { return *stub_; }
+    weightplane::v1::AgentService::Stub &agents() { return *agents_; }
+
+    // Waits for a connection for `seconds` at most. Without one the next call may still say why.
+    bool reached(double seconds, Stop &stop);
 
     // One logical call, tried again on UNAVAILABLE for `patience` seconds: its request_id makes a repeat harmless. Throws
     // Refused, Unanswered, or why `stop` was set, as soon as it is.
@@ -46,14 +53,18 @@ public:
                 const Stop::Listener cancel(stop, [&] { context.TryCancel(); });
                 status = (stub().*function)(&context, request, &answer);
             }
-            if (status.ok())
+            if (status.ok()) {
+                answered_ = true;
                 return answer;
+            }
             stop.check();
-            if (const auto refused = refusal_of(status))
+            if (const auto refused = refusal_of(status)) {
+                answered_ = true;
                 throw *refused;
+            }
             const Deadline again = in_seconds(pause);
             if (status.error_code() != grpc::StatusCode::UNAVAILABLE || again >= last)
-                throw Unanswered(method, status, advice_);
+                throw Unanswered(method, status, advice(status.error_code()));
             stop.sleep_until(again);
         }
     }
@@ -64,8 +75,15 @@ public:
     void begin(grpc::ClientContext &context) const;
 
 private:
+    // What to try where nobody answers.
+    std::string advice(grpc::StatusCode code) const;
+
     static constexpr double kPatience = 10; // seconds in which a control plane is back, or is gone
 
+    std::shared_ptr<grpc::Channel> channel_;
     std::unique_ptr<Stub> stub_;
-    std::string token_, advice_; // what to try where nobody answers
+    std::unique_ptr<weightplane::v1::AgentService::Stub> agents_;
+    const bool secure_;
+    std::string token_, address_;
+    std::atomic<bool> answered_{false}; // any call
 };

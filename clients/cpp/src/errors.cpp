@@ -34,7 +34,7 @@ template <class M> bool unpack(const google::protobuf::Any &any, const std::stri
 Unanswered::Unanswered(const std::string &method, const grpc::Status &status, const std::string &advice)
     : Error(Exit::unreachable, "UNREACHABLE", // before FinishUpdate nothing commits; of that, Publication asks
             method + " got no answer: " + status.error_message() +
-                (status.error_code() == grpc::StatusCode::UNAVAILABLE ? advice : "")),
+                (advice.empty() ? "" : " (" + advice + ")")),
       code(status.error_code()) {}
 
 Refused::Refused(Exit exit, std::string reason, const std::string &message, std::string member,

@@ -20,15 +20,12 @@ constexpr double kGrace = 8;  // the same after the update's deadline; with two 
 constexpr double kShort = 1;  // seconds for a call to a control plane that answered nothing before
 constexpr double kMargin = 2; // seconds by which a client waits longer than an update lives
 constexpr double kPoll = 0.2;
+constexpr double kReach = 1.5; // seconds in which a control plane that listens is reached for the first time
 
 // Which host this is, as the replicas' agents say it.
 std::string host_id() {
     const char *given = std::getenv("WEIGHTPLANE_HOST_ID");
     return given != nullptr && *given != '\0' ? given : shm_host();
-}
-
-Clock::duration seconds_of(double seconds) {
-    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
 bool decided(const v1::UpdateInfo &update) { return update.phase() == v1::UPDATE_PHASE_COMMITTED; }
@@ -114,11 +111,15 @@ void Publication::init() {
             refusal.set_reason(why.what());
         }
     }
+    if (!watch_ && !plane_.reached(std::min(kReach, options_.timeout), stop_)) // nobody listens: says so, and why
+        plane_.call("InitTransfer", &Stub::InitTransfer, ask, in_seconds(kPoll), stop_, 0);
     bound_ = plane_.call("InitTransfer", &Stub::InitTransfer, ask, in_seconds(kCall), stop_);
     token_.generation = bound_.generation();
     if (!watch_)
         watch_ = std::make_unique<Watch>(plane_, options_.group, token_.generation, stop_);
     watch_->held_by(in_seconds(kCall));
+    if (!beats_) // after the stream, which would else hold the lease by itself
+        beats_ = std::make_unique<Beats>(plane_, options_.group, member_, incarnation_, token_.generation, stop_);
 }
 
 // The manifest in pages, and that this trainer holds all of it.
@@ -272,5 +273,6 @@ void Publication::close() {
     } catch (const Error &e) {
         std::cerr << "publish_checkpoint: the hold was not given up: " << e.reason << ": " << e.what() << "\n";
     }
+    beats_.reset();
     watch_.reset();
 }

@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 
+#include "beats.hpp"
 #include "call.hpp"
 #include "options.hpp"
 #include "safetensors.hpp"
@@ -86,6 +87,7 @@ private:
     ControlPlane plane_;
     std::vector<std::unique_ptr<Transport>> transports_;
     std::unique_ptr<Watch> watch_;
+    std::unique_ptr<Beats> beats_;
     Token token_;
     bool opening_ = false;
     bool finishing_ = false; // FinishUpdate may have been carried out

@@ -225,7 +225,8 @@ class Replica:
 @dataclass(frozen=True)
 class Rank:
     """One rank of the trainer. ``serve_host``, ``serve_offers``: how what it retains can be sent, as it said last: what
-    InitTransfer said is gone after a restart of ours."""
+    InitTransfer said is gone after a restart of ours. ``beats``: it sent a heartbeat since it opened a stream (one of
+    ``watches``, that hold its lease): a stream of a process that stands still stays open, so it is known by those."""
 
     rank: int
     host_id: str = ""
@@ -234,6 +235,7 @@ class Rank:
     refusals: tuple[tuple[str, str], ...] = ()
     session: int = 0
     watches: int = 0
+    beats: bool = False
     lease_until: float = 0.0
     process: Process = Process.RUNNING
     stopped_since: float = -1.0

@@ -48,7 +48,12 @@ def holder_lives(tx: Tx) -> bool:
 
 def rank_lives(rank: Rank, now: float) -> bool:
     """Whether one rank's lease lives."""
-    return not rank.lost and rank.process is not Process.DEAD and (rank.watches > 0 or rank.lease_until > now)
+    return not rank.lost and rank.process is not Process.DEAD and (_by_stream(rank) or rank.lease_until > now)
+
+
+def _by_stream(rank: Rank) -> bool:
+    """Whether an open stream alone holds its lease. One that sends heartbeats is held to them."""
+    return rank.watches > 0 and not rank.beats
 
 
 def init(tx: Tx, e: InitTransfer) -> None:
@@ -122,7 +127,7 @@ def _init_refusal(tx: Tx, e: InitTransfer) -> Failure | None:
 
 def _why_held(tx: Tx, t: Trainer) -> str:
     """Why its lease lives, and for how long if nothing renews it."""
-    if any(r.watches > 0 and rank_lives(r, tx.now) for r in t.ranks.values()):
+    if any(_by_stream(r) and rank_lives(r, tx.now) for r in t.ranks.values()):
         return "it is connected, and holds it for as long as it stays so"
     ends = max((r.lease_until for r in t.ranks.values()), default=tx.state.epoch_began + 2 * tx.state.config.ttl_s)
     return f"its lease ends in {max(ends - tx.now, 0.0):.1f} s unless it is heard of before"
@@ -193,7 +198,7 @@ def rank_hello(tx: Tx, e: RankHello) -> None:
     rank = t.ranks.get(e.rank) or Rank(e.rank)
     lease = max(rank.lease_until, tx.now + tx.state.config.ttl_s)
     if e.watch:
-        rank = replace(rank, watches=rank.watches + 1, lost=False)
+        rank = replace(rank, watches=rank.watches + 1, beats=False, lost=False)
     else:
         rank = replace(
             rank, session=e.session, lease_until=lease, lost=False, process=Process.RUNNING, stopped_since=-1.0
@@ -230,6 +235,7 @@ def rank_beat(tx: Tx, rank_index: int, generation: int, process: Process, progre
     lease = tx.now + tx.state.config.ttl_s
     lost = process is Process.DEAD
     rank = replace(rank, lease_until=lease, process=process, stopped_since=stopped, progress=progress, lost=lost)
+    rank = replace(rank, beats=True)
     tx.put_trainer(replace(t, ranks={**t.ranks, rank_index: rank}))
     tx.quietly(f"heartbeat of rank {rank_index}")
     if process is not Process.RUNNING:
@@ -269,6 +275,10 @@ def close(tx: Tx, e: CloseTransfer) -> None:
     tx.say(f"generation {e.generation} closed by rank {e.rank}")
 
 
+def _silent_s(tx: Tx, rank: Rank) -> float:
+    return tx.now - (rank.lease_until - tx.state.config.ttl_s)
+
+
 def tick(tx: Tx) -> None:
     """Notice ranks whose lease ended while an update waits on the trainer (any rank's loss aborts)."""
     from . import ending
@@ -306,6 +316,8 @@ def tick(tx: Tx) -> None:
             if stopped
             else "its process died"
             if rank.process is Process.DEAD
+            else f"no heartbeat came for {_silent_s(tx, rank):.1f} s, though its connection is open: it stands still"
+            if rank.watches > 0
             else "its lease ended"
         )
         failure = Failure(
