@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int kConnectMs = 1000, kHandshakeMs = 5000, kAgainMs = 100;
+constexpr double kLook = 0.05; // seconds between looks at whether to stop
 
 std::string environment(const char *name) {
     const char *value = std::getenv(name);
@@ -89,7 +90,8 @@ bool ControlPlane::reached(double seconds, Stop &stop) {
         // An attempt that nothing has answered yet may be a busy server's handshake.
         if (Clock::now() >= (state == GRPC_CHANNEL_CONNECTING ? shaken : end))
             return false;
-        stop.sleep_until(in_seconds(0.02));
+        stop.check();
+        channel_->WaitForStateChange(state, grpc_deadline(in_seconds(kLook))); // gRPC does nothing but in a call that waits
     }
 }
 
