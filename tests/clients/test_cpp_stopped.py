@@ -1,5 +1,5 @@
-"""A C++ trainer that stands still in the middle of an update is told as the cause of it; a replica that does, as before.
-And a control plane that nobody runs is told of soon."""
+"""A C++ trainer that stands still in the middle of an update is told as the cause of it; a replica that does, as
+before. And a control plane that nobody runs is told of soon."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def nobody(kind: str) -> Iterator[str]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("kind", "timeout", "bound"), [("refused", 120, 2.0), ("silent", 120, 2.0), ("refused", 1, 1.5)])
+@pytest.mark.parametrize(
+    ("kind", "timeout", "bound"), [("refused", 120, 2.0), ("silent", 120, 2.0), ("refused", 1, 1.5)]
+)
 def test_that_nobody_answers_at_the_control_planes_address_is_told_within_two_seconds(
     tmp_path: Path, kind: str, timeout: int, bound: float
 ) -> None:

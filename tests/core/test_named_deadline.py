@@ -185,7 +185,7 @@ def test_a_call_whose_own_time_is_over_names_the_one_replica_that_is_behind() ->
     assert g.s.open is not None and g.s.open.failure is None, "the update goes on"
 
 
-# --- a trainer that is stopped -----------------------------------------------------------------------------------------
+# --- a trainer that is stopped ---------------------------------------------------------------------------------------
 
 
 def stopped_trainer(beats: bool) -> Group:

@@ -205,15 +205,82 @@ async def test_who_asks_for_longest_makes_room_and_one_too_many_is_told_so() -> 
             return asking.getresponse().status
 
         with contextlib.ExitStack() as stack:
-            for half in [head] * 2:
+            for half in [head] * 3:
                 for s in await asyncio.to_thread(holding, half):
                     stack.enter_context(contextlib.closing(s))
                 assert await asyncio.to_thread(status) == 200
         with contextlib.ExitStack() as stack:
             for s in await asyncio.to_thread(holding, head + b"Content-Length: 9\r\n\r\n{"):  # their answers are due
                 stack.enter_context(contextlib.closing(s))
-            assert await asyncio.to_thread(eventually, lambda: status() == 503)
+            assert await asyncio.to_thread(eventually, lambda: status() == 429)
         assert await asyncio.to_thread(eventually, lambda: status() == 200)
+
+
+async def test_of_300_streams_at_once_as_many_run_as_may_and_the_rest_are_told_why() -> None:
+    async with gated() as running:
+        await post(running, FLEET + "CreateGroup", {"group": "g", "request_id": "q"})
+        port, group = int(running.gateway.rpartition(":")[2]), running.coordinator.group("g")
+
+        async def one() -> tuple[asyncio.StreamWriter, bytes]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(asked("WatchGroup", b'{"group": "g"}'))
+            return writer, await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30) + await reader.read(500)
+
+        answers = await asyncio.gather(*(one() for _ in range(300)))
+        refused = [said for _, said in answers if not said.startswith(b"HTTP/1.1 200")]
+        assert len(refused) == 300 - gateway_listener._MOST == 300 - len(group.watchers)
+        for said in refused:
+            assert said.startswith(b"HTTP/1.1 429") and b"RESOURCE_EXHAUSTED" in said and b"at most 256" in said, said
+        for writer, _ in answers:
+            writer.close()
+        await until(lambda: not group.watchers, "the streams end with their callers")
+
+
+def asked(name: str, body: bytes, service: str = FLEET) -> bytes:
+    head = f"POST {service}{name} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+async def test_who_says_no_more_still_gets_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-closed: shutdown(SHUT_WR) after the request. The answer is due only once that was seen."""
+    go_on, began = asyncio.Event(), asyncio.Event()
+
+    async def late(*_: Any) -> fleet_pb2.ListGroupsResponse:
+        began.set()
+        await go_on.wait()
+        return fleet_pb2.ListGroupsResponse()
+
+    monkeypatch.setattr(gateway_listener, "_LOOKS", (0.05, 0.05, 0.05))
+    monkeypatch.setattr("weightplane.controlplane.server.fleet_service.FleetService.ListGroups", late)
+    async with gated() as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.gateway.rpartition(":")[2]))
+        writer.write(asked("ListGroups", b"{}"))
+        writer.write_eof()
+        await began.wait()
+        interim = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)  # its end was seen
+        go_on.set()
+        rest = interim + await asyncio.wait_for(reader.read(), 5)
+        parts = [p for p in rest.split(b"\r\n\r\n") if not p.startswith(b"HTTP/1.1 100 ")]
+        assert parts[0].startswith(b"HTTP/1.1 200") and json.loads(parts[1]) == {"groups": []}, rest
+        writer.close()
+
+
+async def test_a_stream_of_who_says_no_more_goes_on_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_listener, "_LOOKS", (0.05, 0.05, 0.05))
+    async with gated() as running:
+        await post(running, FLEET + "CreateGroup", {"group": "g", "request_id": "q"})
+        group = running.coordinator.group("g")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.gateway.rpartition(":")[2]))
+        writer.write(asked("WatchGroup", b'{"group": "g"}'))
+        writer.write_eof()
+        await asyncio.wait_for(reader.readuntil(b"\n1\r\n \r\n"), 5)  # its first line, and a look whether it is there
+        await asyncio.wait_for(reader.readuntil(b"1\r\n \r\n"), 5)
+        assert len(group.watchers) == 1
+        policy = {"group": "g", "request_id": "p", "policy": {"min_replicas": 3}}
+        assert (await post(running, FLEET + "UpdateGroup", policy))[0] == 200
+        await asyncio.wait_for(reader.readuntil(b"min_replicas"), 5)
+        writer.transport.abort()
+        await until(lambda: not group.watchers, "it ends with its caller, who hears of nothing new")
 
 
 async def test_a_taken_port_is_an_error_and_a_stopped_server_lets_go_of_its_own() -> None:

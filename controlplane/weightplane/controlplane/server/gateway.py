@@ -103,6 +103,7 @@ class Gateway:
             return _error(status_of(e))
         asked = request_of(method, await _body(request))
         if method.streams:
+            request.scope["state"]["lines"] = True  # as the listener asks that looks whether its caller is there
             return await _stream(method, asked, context, messages, timeout)
         return await _unary(method, asked, context, request, timeout or _TIMEOUT_S)
 

@@ -6,20 +6,27 @@ Of uvicorn only the parts that keep to themselves are used: no signal handlers, 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from weightplane.controlplane.core.reasons import Reason
+
+from .gateway_call import error_of, refusal
 from .tls import Tls, names_in, stamp_of
 
 __all__ = ["Listener"]
 
 log = logging.getLogger(__name__)
 
-_MOST = 256  # connections at a time; where all are being answered one more is told so
+_MOST = 256  # connections that are answered at a time, open streams among them; one more is told so
+_ASKING = 256  # and that are still asking
+_LOOKS = (0.25, 2.0, 10.0)  # seconds between looks at whether somebody who says no more is still there
 _IDLE_S = 10.0  # that a connection may take for a request's headers, the time before them included
 _LOOK_S = 1.0
 _LEAVE_S = 2
@@ -33,11 +40,13 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, "certificate": names_in(transport.get_extra_info("peercert"))}
         self._asks_since, self._asks_by = self.loop.time(), self.loop.call_later(_IDLE_S, self._idle)
+        self._half_closed, self._asked = False, self.app
+        self.app = self._answer
         self._find_room()
 
     def _find_room(self) -> None:
         there = [c for c in self.connections if isinstance(c, _Connection) and not c.transport.is_closing()]
-        if len(there) <= _MOST:
+        if len(there) <= _MOST + _ASKING:
             return
         asking = [c for c in there if c.asks and c is not self]
         if asking:
@@ -54,6 +63,38 @@ class _Connection(H11Protocol):
         self._asks_by.cancel()
         self._asks_since, self._asks_by = self.loop.time(), self.loop.call_later(_IDLE_S, self._idle)
         super().on_response_complete()
+        if self._half_closed and self.asks:
+            self.transport.close()  # what was answered goes out first
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if sum(isinstance(c, _Connection) and not c.asks for c in self.connections) > _MOST:
+            await _too_many(send)
+        else:
+            await self._asked(scope, receive, send)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Somebody who says no more may still listen, or be gone: both begin alike, and only what we send tells. TLS
+        cannot be half-closed here: asyncio closes it."""
+        if self.scheme == "https" or self.asks or self.cycle.more_body:
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self._look(0)
+        return True
+
+    def _look(self, n: int) -> None:
+        """Send what a caller that listens passes over: who is gone answers with a reset, which ends the call. At most
+        four interim answers (some clients take no more than five), or a blank before a stream's next line."""
+        if self.asks or self.transport.is_closing():
+            return
+        streams = "lines" in self.scope["state"]
+        if streams and self.conn.our_state is h11.SEND_BODY:
+            self.transport.write(self.conn.send(h11.Data(data=b" ")) or b"")
+        elif not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+            self.transport.write(self.conn.send(interim) or b"")
+        if n < len(_LOOKS) or streams:
+            self.loop.call_later(_LOOKS[min(n, len(_LOOKS) - 1)], self._look, n + 1)
 
     def _idle(self) -> None:
         if self.asks:
@@ -62,6 +103,15 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._asks_by.cancel()
         super().connection_lost(exc)
+
+
+async def _too_many(send: Any) -> None:
+    text = f"expected at most {_MOST} calls at a time, each open stream one, found one more: end some, or dial gRPC"
+    body = json.dumps(error_of(refusal(Reason.LIMIT, text))).encode()
+    size = str(len(body)).encode()
+    head = [(b"content-type", b"application/json"), (b"content-length", size), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 429, "headers": head})
+    await send({"type": "http.response.body", "body": body})
 
 
 class Listener:
