@@ -120,7 +120,7 @@ def test_that_nobody_answers_at_the_control_planes_address_is_told_within_two_se
 ) -> None:
     path = tiny(tmp_path / "one.safetensors", 1.0)
     with nobody(kind) as address:
-        command = [PROGRAM, "--address", address, "--group", "g", "--file", path, "--timeout", str(timeout)]
+        command = [str(PROGRAM), "--address", address, "--group", "g", "--file", str(path), "--timeout", str(timeout)]
         began = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         took = time.monotonic() - began
