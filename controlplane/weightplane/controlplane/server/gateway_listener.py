@@ -87,7 +87,7 @@ class _Connection(H11Protocol):
         four interim answers (some clients take no more than five), or a blank before a stream's next line."""
         if self.asks or self.transport.is_closing():
             return
-        streams = "lines" in self.scope["state"]
+        streams = "lines" in self.scope.get("state", {})
         if streams and self.conn.our_state is h11.SEND_BODY:
             self.transport.write(self.conn.send(h11.Data(data=b" ")) or b"")
         elif not self.cycle.response_started and self.scope["http_version"] == "1.1":
