@@ -118,10 +118,11 @@ class Running:
 
 
 async def serve(config: ServerConfig) -> Running:
-    """Serve, and lead, or stand by while another process leads on the store (``coordinator.led``): calls are UNAVAILABLE
-    then. If that one listens on an address of ours, this waits for it to end. Raises ``ValueError`` for an unprotected address, an odd port or faulty certificates or tokens,
-    what the store raises, ``OSError`` if a port is taken, and ``ModuleNotFoundError`` for a gateway without
-    weightplane[gateway]."""
+    """Serve, and lead; or stand by while another process leads on the store: calls are UNAVAILABLE then, until
+    ``coordinator.led``. Where that one listens on an address of ours, this waits for its end.
+
+    Raises ``ValueError`` for an unprotected address, an odd port or faulty certificates or tokens, what the store
+    raises, ``OSError`` if a port is taken, and ``ModuleNotFoundError`` for a gateway without weightplane[gateway]."""
     for address in filter(None, (config.address, config.probes, config.gateway)):
         check_port(address, 0)
         config.security.check(address)

@@ -66,8 +66,9 @@ class Store(Protocol):
     def open(self) -> Loaded:
         """Take over: durably raise the epoch by one, which fences every earlier opener, and read everything.
 
-        Raises ``StoreError`` if the data cannot be used (unreachable, corrupt, written by a newer release); nothing was
-        changed then; ``StoreHeld`` if another process leads. Raises ``StoreUnknown`` if the new epoch may be durable: open again.
+        Raises ``StoreError`` if the data cannot be used (unreachable, corrupt, written by a newer release), nothing was
+        changed then; ``StoreHeld`` if another process leads. Raises ``StoreUnknown`` if the new epoch may be durable:
+        open again.
         """
         ...
 
