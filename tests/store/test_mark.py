@@ -14,7 +14,6 @@ from tests.store.helpers import Desk, committed, desk, reopen, rival, state, tra
 from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.states import Admin
 from weightplane.controlplane.store import StoreError, mark
-from weightplane.controlplane.store.sqlite import SqliteStore
 
 
 def opened(path: Path) -> Desk:

@@ -1,7 +1,8 @@
 """The embedded store: one SQLite file, write-ahead log, an fsync for every commit that anything depends on.
 
 One coordinator leads: who opens it holds the lock beside the file (``lock``). Opening raises the epoch in the file, and
-every write is conditional on it, so a leader whose lock was taken away writes no more. The file must be on a local disk.
+every write is conditional on it, so a leader whose lock was taken away writes no more. The file must be on a local
+disk.
 """
 
 from __future__ import annotations
