@@ -93,7 +93,8 @@ def test_the_second_stands_by_and_takes_over_from_one_that_is_killed(start: Call
     status, said = second.ready()
     assert status == 503 and f"(pid {first.process.pid} on {socket.gethostname()}) leads" in said["reason"]
     with grpc.insecure_channel(second.listen) as channel:
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        health = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.RpcError) as refused:
         second.groups()
@@ -151,11 +152,14 @@ def test_a_forked_child_keeps_no_lock_and_the_file_is_ours_alone(tmp_path: Path)
     with pytest.raises(StoreHeld, match=f"pid {os.getpid()}"):
         SqliteStore(path).open()
     read, write = os.pipe()
+    here, there = os.pipe()
     child = os.fork()
     if not child:
+        os.write(there, b"x")
         os.close(write)
         os.read(read, 1)  # until the parent is done
         os._exit(0)
+    os.read(here, 1)  # it runs
     store._held._close()  # type: ignore[union-attr]  # as our death would
     other = SqliteStore(path)
     assert other.open().epoch == 2
@@ -163,5 +167,6 @@ def test_a_forked_child_keeps_no_lock_and_the_file_is_ours_alone(tmp_path: Path)
     assert not Path(f"{path}-lock").exists()
     store.close()
     os.close(write)
-    os.close(read)
+    for fd in (read, here, there):
+        os.close(fd)
     os.waitpid(child, 0)
