@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from tests.server.scripted import FAST, Replica, Trainer, _hold, fleet, reason_of, refused, server, until
+from weightplane.controlplane.server import coordinator
 from weightplane.controlplane.server.app import ServerConfig
 from weightplane.controlplane.store.memory import Disk, Fault, MemoryStore
 from weightplane.controlplane.store.sqlite import SqliteStore
@@ -212,7 +213,8 @@ async def test_a_decision_of_unknown_outcome_is_read_back(fault: Fault) -> None:
         assert [r.held.version for r in replicas] == [0, 0]
 
 
-async def test_a_rival_coordinator_fences_this_one_which_then_leads_again() -> None:
+async def test_a_rival_coordinator_fences_this_one_which_then_leads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_WATCH_S", 60.0)  # a write finds out
     disk = Disk()
     async with (
         server(ServerConfig(MemoryStore(disk), core=FAST)) as running,

@@ -116,12 +116,18 @@ class Desk:
         return self._write("roster", s=state(self.epoch, replicas={replica_id: r}), replica_id=replica_id, admin=admin)
 
 
+def rival(path: Path, **options: Any) -> SqliteStore:
+    """A store over a file that another may have open: as if their lock had been taken away."""
+    Path(f"{path}-lock").unlink(missing_ok=True)
+    return SqliteStore(path, **options)
+
+
 def openers(kind: str, tmp_path: Path) -> Opener:
     """Makes stores over one and the same data."""
     if kind == "memory":
         disk = Disk()
         return lambda: MemoryStore(disk)
-    return lambda: SqliteStore(tmp_path / "store.db", busy_timeout_s=0.2)
+    return lambda: rival(tmp_path / "store.db", busy_timeout_s=0.2)
 
 
 def reopen(opener: Opener) -> StoredGroup:

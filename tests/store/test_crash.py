@@ -49,6 +49,7 @@ class Ledger:
         assert self.epochs == sorted(set(self.epochs)), "an epoch was given twice"
         if GROUP not in loaded.groups:
             assert not any(self.done.values())
+            store.close()
             return
         s, frozen = loaded.groups[GROUP].state, loaded.groups[GROUP].frozen
         stored = {u.update_id for u in s.history.values() if u.phase is Phase.COMMITTED}

@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.helpers import GROUP, Desk, Opener, committed, deciding, desk, manifest, proven, reopen, state, update
+from tests.store.helpers import (
+    GROUP,
+    Desk,
+    Opener,
+    committed,
+    deciding,
+    desk,
+    manifest,
+    proven,
+    reopen,
+    rival,
+    state,
+    update,
+)
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core import kept as core
 from weightplane.controlplane.core.events import Write
@@ -83,7 +96,7 @@ def test_what_was_sampled_is_known_where_it_was_hashed() -> None:
 @pytest.mark.parametrize("at", ["before", "during"])
 def test_a_decision_that_fails_leaves_what_was_there(at: str, tmp_path: Path) -> None:
     def opener() -> SqliteStore:
-        return SqliteStore(tmp_path / "store.db")
+        return rival(tmp_path / "store.db")
 
     d = desk(opener)
     wanted = core.sealed(publish(d, 1))
@@ -116,7 +129,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path) -> Desk:
-    return desk(lambda: SqliteStore(path))
+    return desk(lambda: rival(path))
 
 
 def ask(path: Path, query: str) -> list[tuple[object, ...]]:
@@ -186,12 +199,12 @@ def test_damaged_digests_are_refused_by_name_and_the_next_publish_heals_them(
     publish(d, 1)
     d.store.close()
     spoil(path)
-    _, why = found(lambda: SqliteStore(path))
+    _, why = found(lambda: rival(path))
     assert why.startswith("the stored digests of version 1 (update u1) are damaged"), why
     d = opened(path)
     wanted = core.sealed(publish(d, 2))
     d.store.close()
-    assert found(lambda: SqliteStore(path)) == (wanted, "")
+    assert found(lambda: rival(path)) == (wanted, "")
 
 
 @pytest.mark.parametrize("body", ["m-", "r-"])
@@ -202,14 +215,14 @@ def test_damaged_bodies_are_refused_by_name_and_the_next_publish_heals_them(body
     d.store.close()
     where = f"id LIKE '{body}%'"
     ask(path, f"UPDATE bodies SET body = {new} WHERE {where}" if new else f"DELETE FROM bodies WHERE {where}")
-    got, why = found(lambda: SqliteStore(path))
+    got, why = found(lambda: rival(path))
     assert got is not None and not why
     with pytest.raises(KeptError, match=f"the stored (manifest|list of regions) {body}.* is (damaged|missing)"):
         core.check(got)
     d = opened(path)
     wanted = core.sealed(publish(d, 2))
     d.store.close()
-    assert found(lambda: SqliteStore(path)) == (wanted, "")
+    assert found(lambda: rival(path)) == (wanted, "")
 
 
 def _as_first_released(path: Path) -> None:
@@ -225,13 +238,13 @@ def _as_first_released(path: Path) -> None:
 
 def test_a_file_of_the_first_schema_is_brought_up_to_date(path: Path) -> None:
     _as_first_released(path)
-    got, why = found(lambda: SqliteStore(path))
+    got, why = found(lambda: rival(path))
     assert got is None and "holds no digests of version 1" in why
     assert ask(path, "PRAGMA user_version") == [(schema.SCHEMA_VERSION,)]
-    assert reopen(lambda: SqliteStore(path)).state.committed == Held(1, "u1")
+    assert reopen(lambda: rival(path)).state.committed == Held(1, "u1")
     d = opened(path)
     wanted = core.sealed(publish(d, 2))
-    assert found(lambda: SqliteStore(path)) == (wanted, "")
+    assert found(lambda: rival(path)) == (wanted, "")
 
 
 def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path) -> None:

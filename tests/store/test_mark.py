@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.helpers import Desk, committed, desk, reopen, state, trainer, update
+from tests.store.helpers import Desk, committed, desk, reopen, rival, state, trainer, update
 from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.states import Admin
 from weightplane.controlplane.store import StoreError, mark
-from weightplane.controlplane.store.sqlite import SqliteStore
 
 
 def opened(path: Path) -> Desk:
-    return desk(lambda: SqliteStore(path))
+    return desk(lambda: rival(path))
 
 
 def publish(d: Desk, version: int) -> None:
@@ -66,12 +65,12 @@ def test_a_lost_log_is_refused_by_name_and_the_file_left_as_it_was(
     without = left_behind(path, tmp_path / "without", "", "-mark")
     old = without.read_bytes()
     with pytest.raises(StoreError, match=r"older than what was written.*store\.db-wal\) is lost.*was left as it is"):
-        SqliteStore(without).open()
+        rival(without).open()
     assert without.read_bytes() == old
-    reopen(lambda: SqliteStore(whole))
-    reopen(lambda: SqliteStore(before))
+    reopen(lambda: rival(whole))
+    reopen(lambda: rival(before))
     Path(f"{without}-mark").unlink()  # as it was told: go on without what is missing
-    assert reopen(lambda: SqliteStore(without)).state.committed == Held(1, "u1")
+    assert reopen(lambda: rival(without)).state.committed == Held(1, "u1")
 
 
 def test_an_older_copy_put_in_its_place_is_refused(path: Path, tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_an_older_copy_put_in_its_place_is_refused(path: Path, tmp_path: Path) -
     path = left_behind(path, tmp_path / "restored", "-mark")
     shutil.copy(tmp_path / "backup.db", path)
     with pytest.raises(StoreError, match="an older copy was put in its place"):
-        SqliteStore(path).open()
+        rival(path).open()
 
 
 def test_a_clean_close_leaves_no_mark_and_one_of_another_leader_stays(path: Path) -> None:
@@ -104,7 +103,7 @@ def test_a_torn_mark_says_nothing(text: bytes, path: Path) -> None:
     Path(f"{path}-mark").write_bytes(text)
     d = opened(path)
     publish(d, 2)
-    assert reopen(lambda: SqliteStore(path)).state.committed == Held(2, "u2")
+    assert reopen(lambda: rival(path)).state.committed == Held(2, "u2")
 
 
 def test_the_mark_of_another_store_says_nothing(path: Path, tmp_path: Path) -> None:
@@ -137,4 +136,4 @@ def test_one_that_cannot_be_written_is_told_and_costs_nothing(path: Path, caplog
     with caplog.at_level(logging.WARNING):
         publish(d, 1)
     assert "a loss of the write-ahead log would go unnoticed" in caplog.text
-    assert reopen(lambda: SqliteStore(path)).state.committed == Held(1, "u1")
+    assert reopen(lambda: rival(path)).state.committed == Held(1, "u1")

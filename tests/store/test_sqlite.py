@@ -6,13 +6,14 @@ import os
 import sqlite3
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.store.helpers import GROUP, Desk, committed, update
-from weightplane.controlplane.store import StoreError, open_store, schema
+from tests.store.helpers import GROUP, Desk, committed, rival, update
+from weightplane.controlplane.store import StoreError, StoreHeld, open_store, schema
 from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.controlplane.store.sqlite import SqliteStore
 
@@ -23,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, **options: Any) -> Desk:
-    store = SqliteStore(path, **options)
+    store = rival(path, **options)
     return Desk(store, store.open().epoch)
 
 
@@ -51,7 +52,7 @@ def test_the_file_is_ours_alone(path: Path) -> None:
         files = {p.name: stat.S_IMODE(p.stat().st_mode) for p in path.parent.iterdir()}
     finally:
         os.umask(old)
-    assert files == {f"store.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm", "-mark")}
+    assert files == {f"store.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm", "-mark", "-lock")}
     d.store.close()
     assert [p.name for p in path.parent.iterdir()] == ["store.db"]
     path.chmod(0o644)
@@ -225,7 +226,13 @@ def test_many_open_one_new_file_at_once(path: Path) -> None:
         try:
             gate.wait()
             store = SqliteStore(path, busy_timeout_s=10)
-            loaded = store.open()
+            while True:
+                try:
+                    loaded = store.open()
+                    break
+                except StoreHeld:
+                    time.sleep(0.001)
+            store.close()
             epochs.append(loaded.epoch)
             clusters.add(loaded.cluster_id)
         except Exception as e:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.store.helpers import GROUP, Desk, aborted, committed, state, trainer, update
+from tests.store.helpers import GROUP, Desk, aborted, committed, rival, state, trainer, update
 from weightplane.controlplane import failpoints
 from weightplane.controlplane.core.model import Held
 from weightplane.controlplane.core.states import Admin
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, **options: Any) -> Desk:
-    store = SqliteStore(path, **options)
+    store = rival(path, **options)
     return Desk(store, store.open().epoch)
 
 
@@ -123,7 +123,7 @@ def test_an_error_of_the_commit_itself_is_unknown_until_read_back(path: Path, re
     after = d.store._db.execute("SELECT settled FROM meta").fetchone()[0]  # type: ignore[attr-defined]
     assert after == settled + 1, "the answer was settled by a commit of its own, once"
     d.store.close()
-    got = SqliteStore(path).open().groups[GROUP]
+    got = rival(path).open().groups[GROUP]
     assert got.state.committed == (Held(1, "u1") if decided else Held())
     assert (got.frozen is None) is decided
 

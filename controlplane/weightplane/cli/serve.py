@@ -8,9 +8,10 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +21,8 @@ from .launched import AnnounceOption, ExitWithOption, announce, exit_with
 from .output import complain, console
 
 __all__ = ["configure_logging", "register"]
+
+T = TypeVar("T")
 
 
 def configure_logging(level: str, as_json: bool) -> None:
@@ -88,7 +91,7 @@ def controlplane(
     configure_logging(log_level, log_json)
     from weightplane.controlplane.core.model import Config
     from weightplane.controlplane.dial import check_port
-    from weightplane.controlplane.ports import PortRefused, check_free
+    from weightplane.controlplane.ports import PortRefused
     from weightplane.controlplane.server.app import ServerConfig, serve, tune_collector
     from weightplane.controlplane.server.security import Security, Tls, parse_tokens
     from weightplane.controlplane.store import StoreError, open_store
@@ -133,20 +136,20 @@ def controlplane(
         complain(str(error), "", Exit.USAGE, False, "weightplane controlplane --help")
     except OSError as error:
         complain(f"{error.filename}: {error.strerror}", "", Exit.USAGE, False, _FILES)
-    try:
-        for address in addresses.values():
-            check_free(address)  # before the store is opened: it must not lose its leader to one that cannot listen
-    except PortRefused as error:
-        complain(str(error), "", Exit.REFUSED, False, _OTHER_PORT if error.taken else _OWN_ADDRESS)
 
     async def run() -> None:
         tune_collector()
-        running = await serve(config)
         over = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, over.set)
         exit_with(parent)
+        running = await unless(over, serve(config))
+        if running is None:
+            return
+        if await unless(over, running.coordinator.led.wait()) is None:
+            await running.stop()
+            return
         also = {k: v for k, v in (("probes", running.probes), ("gateway", running.gateway)) if v}
         announce(to, address=running.address, store=store, **also)
         asked = "".join(f", {what} on {where}" for what, where in also.items())
@@ -157,8 +160,23 @@ def controlplane(
 
     try:
         asyncio.run(run())
+    except PortRefused as error:
+        complain(str(error), "", Exit.REFUSED, False, _OTHER_PORT if error.taken else _OWN_ADDRESS)
     except (StoreError, ValueError, OSError, RuntimeError) as error:
         complain(str(error), "", Exit.REFUSED, False, "")
+
+
+async def unless(over: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What ``work`` gives; None, and ``work`` is cancelled, if ``over`` comes first."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(over.wait())
+    await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()
+    if not working.done():
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+        return None
+    return working.result()
 
 
 def register(app: typer.Typer) -> None:

@@ -14,6 +14,7 @@ import grpc
 
 from weightplane.controlplane.core.model import Config
 from weightplane.controlplane.dial import check_port
+from weightplane.controlplane.ports import PortRefused, check_free
 from weightplane.controlplane.store.base import Store
 from weightplane.v1 import (
     agent_pb2,
@@ -43,6 +44,7 @@ log = logging.getLogger("weightplane.controlplane")
 
 _MIB = 1 << 20
 _LOOK_S = 1.0
+_PORT_S = 5.0  # that a leader which ended may keep its port
 
 #: Both sides ping idle connections, and the server forgives pings at any rate (a client that pings more often than a
 #: server allows is sent away with GOAWAY too_many_pings in the middle of a long call).
@@ -116,9 +118,11 @@ class Running:
 
 
 async def serve(config: ServerConfig) -> Running:
-    """Lead and serve. Raises ``ValueError`` for an unprotected address, an odd port or faulty certificates or tokens,
-    what the store raises, ``OSError`` if a port for HTTP is taken, and ``ModuleNotFoundError`` for a gateway without
-    weightplane[gateway]."""
+    """Serve, and lead; or stand by while another process leads on the store: calls are UNAVAILABLE then, until
+    ``coordinator.led``. Where that one listens on an address of ours, this waits for its end.
+
+    Raises ``ValueError`` for an unprotected address, an odd port or faulty certificates or tokens, what the store
+    raises, ``OSError`` if a port is taken, and ``ModuleNotFoundError`` for a gateway without weightplane[gateway]."""
     for address in filter(None, (config.address, config.probes, config.gateway)):
         check_port(address, 0)
         config.security.check(address)
@@ -132,14 +136,24 @@ async def serve(config: ServerConfig) -> Running:
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(agents, server)
     gateway = _gateway(config, guard, authoriser, transfer, fleet, agents) if config.gateway else None
-    if credentials is not None:
-        port = server.add_secure_port(config.address, credentials)
-    else:
-        port = server.add_insecure_port(config.address)
+
+    def listen() -> int:
+        if credentials is not None:
+            return server.add_secure_port(config.address, credentials)
+        return server.add_insecure_port(config.address)
+
+    addresses = [a for a in (config.address, config.probes, config.gateway) if a]
+    refused = await asyncio.to_thread(_refused, addresses)
+    if refused is not None and not refused.taken:
+        raise refused
+    port = listen() if refused is None else 0  # before the store is opened: it needs no leader that cannot listen
     coordinator.on_leading = Health(server).leading
     await coordinator.start()
     probes: Probes | None = None
     try:
+        if refused is not None:
+            await _in_turn(coordinator, refused, addresses)
+            port = listen()
         if config.probes:
             probes = Probes(coordinator, config.probes, authoriser, config.security.tls)
         if gateway is not None:
@@ -196,6 +210,29 @@ def _gateway(
     loopback_only = not config.security.identifies and is_loopback(config.gateway)
     app = Gateway(guard, authoriser, services, loopback_only).app
     return Listener(app, config.gateway, config.security.tls)
+
+
+def _refused(addresses: list[str]) -> PortRefused | None:
+    try:
+        for address in addresses:
+            check_free(address)
+    except PortRefused as e:
+        return e
+    return None
+
+
+async def _in_turn(coordinator: Coordinator, refused: PortRefused, addresses: list[str]) -> None:
+    """Wait until the leader of our store, which has our port, is gone. ``PortRefused`` if it is somebody else's."""
+    if coordinator.led.is_set():
+        raise refused
+    log.warning("%s; this one listens once it leads", refused)
+    await coordinator.led.wait()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _PORT_S
+    while (still := await asyncio.to_thread(_refused, addresses)) is not None:
+        if loop.time() > end:
+            raise still
+        await asyncio.sleep(0.05)
 
 
 async def _look(guard: Guard) -> None:

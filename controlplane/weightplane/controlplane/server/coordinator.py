@@ -17,7 +17,7 @@ from weightplane.controlplane.core.kept import KeptError, check, manifest_of, pr
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import Config
 from weightplane.controlplane.core.reasons import Reason
-from weightplane.controlplane.store.base import Loaded, Store, StoredGroup, StoreError, StoreUnknown
+from weightplane.controlplane.store.base import Loaded, Store, StoredGroup, StoreError, StoreHeld, StoreUnknown
 
 from .artifacts import Limits
 from .fields import refuse
@@ -34,6 +34,9 @@ Recalled = tuple[Manifest | None, str]
 _TICK_S = 0.1
 _MAX_GROUPS = 1000
 _REOPEN_S = 0.5
+_STAND_BY_S = 0.1
+_WATCH_S = 1.0
+_NO_LEADER = "this coordinator does not lead now"
 
 
 class Coordinator:
@@ -52,18 +55,27 @@ class Coordinator:
         self.workers = ThreadPoolExecutor(2, "weightplane-work")
         self._groups: dict[str, Group] = {}
         self._leads = False
+        self._why = _NO_LEADER
+        self.led = asyncio.Event()  # set while it leads
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self.on_leading: Callable[[bool], None] = lambda leads: None  # called on the event loop
 
     async def start(self) -> None:
-        """Open the store and begin. Raises what the store raises."""
-        self._load(*await asyncio.get_running_loop().run_in_executor(self.store_thread, self._open))
+        """Open the store and lead; while another process leads on it, stand by. Raises what the store raises."""
+        try:
+            self._load(*await asyncio.get_running_loop().run_in_executor(self.store_thread, self._open))
+        except StoreHeld as e:
+            self.on_leading(False)
+            self._wait_for(e)
+            self._spawn(self._lead())
         self._spawn(self._tick())
+        self._spawn(self._watch())
 
     async def stop(self) -> None:
         """End every stream, let queued writes finish, close the store."""
         self._stopping, self._leads = True, False
+        self.led.clear()
         self.on_leading(False)
         self._end_groups("the coordinator is stopping")
         for task in list(self._tasks):
@@ -103,7 +115,7 @@ class Coordinator:
 
     def _check(self) -> None:
         if not self._leads:
-            raise stepping_down("this coordinator does not lead now")
+            raise stepping_down(self._why)
 
     # --- leadership ---
 
@@ -135,28 +147,61 @@ class Coordinator:
                     aborted.update_id,
                     extra={"group": name, "update_id": aborted.update_id, "version": aborted.version},
                 )
+        self._why = _NO_LEADER
         self.on_leading(True)
+        self.led.set()
         log.info("epoch %d of cluster %s, %d group(s)", self.epoch, self.cluster_id, len(self._groups))
 
     def step_down(self, message: str) -> None:
         """A group can no longer be sure that it leads: end everything, then take over anew, in a later epoch."""
         if self._leads and not self._stopping:
             self._leads = False
+            self.led.clear()
             self.on_leading(False)
             self._spawn(self._take_over(message))
 
     async def _take_over(self, message: str) -> None:
         log.error("stepping down: %s", message)
         self._end_groups(message)
+        await self._lead()
+
+    async def _lead(self) -> None:
+        """Open the store as soon as it can be had."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 await loop.run_in_executor(self.store_thread, self.store.close)
                 self._load(*await loop.run_in_executor(self.store_thread, self._open))
                 return
+            except StoreHeld as e:
+                self._wait_for(e)
+                await asyncio.sleep(_STAND_BY_S)
             except (StoreError, StoreUnknown) as e:
                 log.error("cannot take over yet: %s", e)
+                self._why = f"{_NO_LEADER}: it cannot open its store, and its log says why"
                 await asyncio.sleep(_REOPEN_S)
+
+    def _wait_for(self, held: StoreHeld) -> None:
+        """Another process leads: say so, once for each."""
+        why = f"{held}; this one stands by"
+        if why != self._why:
+            log.warning("%s, and takes over when that one ends", why)
+        self._why = why
+
+    async def _watch(self) -> None:
+        """Notice within a second or so that the store is lost: replaced, or led by one that our lock did not stop."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if not self._leads:
+                continue
+            epoch, why = self.epoch, "another coordinator leads on this store"
+            try:
+                leads = await loop.run_in_executor(self.store_thread, self.store.leads, epoch)
+            except StoreError as e:
+                leads, why = False, str(e)
+            if not leads and epoch == self.epoch:
+                self.step_down(why)
 
     def _end_groups(self, message: str) -> None:
         for group in self._groups.values():

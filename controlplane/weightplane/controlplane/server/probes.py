@@ -151,7 +151,7 @@ class Probes:
             asked.cancel()
             return 503, {"ok": False, "reason": f"the server's event loop did not answer within {_PATIENCE_S:g} s"}
         except Refused as e:
-            status = 401 if e.failure.reason is Reason.UNAUTHENTICATED else 403
+            status = {Reason.UNAUTHENTICATED: 401, Reason.COORDINATOR_RESTARTED: 503}.get(e.failure.reason, 403)
             return status, {"ok": False, "reason": e.failure.message}
         except Exception:
             log.exception("a probe of %r failed", target[:200])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .base import Loaded, Store, StoredGroup, StoreError, StoreUnknown
+from .base import Loaded, Store, StoredGroup, StoreError, StoreHeld, StoreUnknown
 
-__all__ = ["Loaded", "Store", "StoreError", "StoreUnknown", "StoredGroup", "open_store"]
+__all__ = ["Loaded", "Store", "StoreError", "StoreHeld", "StoreUnknown", "StoredGroup", "open_store"]
 
 
 def open_store(url: str) -> Store:

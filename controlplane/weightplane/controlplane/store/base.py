@@ -11,11 +11,15 @@ from ..core.group_state import GroupState
 from ..core.kept import Kept
 from ..core.update_state import Update
 
-__all__ = ["Loaded", "Store", "StoreError", "StoreUnknown", "StoredGroup"]
+__all__ = ["Loaded", "Store", "StoreError", "StoreHeld", "StoreUnknown", "StoredGroup"]
 
 
 class StoreError(Exception):
     """A definite failure: what was asked did not happen and will not. The message says what to do."""
+
+
+class StoreHeld(StoreError):
+    """Another process leads on this store. The message names it and no path: whoever asks may read it."""
 
 
 class StoreUnknown(Exception):
@@ -62,8 +66,9 @@ class Store(Protocol):
     def open(self) -> Loaded:
         """Take over: durably raise the epoch by one, which fences every earlier opener, and read everything.
 
-        Raises ``StoreError`` if the data cannot be used (unreachable, corrupt, written by a newer release); nothing was
-        changed then. Raises ``StoreUnknown`` if the new epoch may be durable: open again.
+        Raises ``StoreError`` if the data cannot be used (unreachable, corrupt, written by a newer release), nothing was
+        changed then; ``StoreHeld`` if another process leads. Raises ``StoreUnknown`` if the new epoch may be durable:
+        open again.
         """
         ...
 

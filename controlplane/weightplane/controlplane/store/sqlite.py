@@ -1,7 +1,8 @@
 """The embedded store: one SQLite file, write-ahead log, an fsync for every commit that anything depends on.
 
-One coordinator leads: opening raises the epoch in the file, and every write is conditional on it, so a former leader's
-writes are refused from then on. The file must be on a local disk.
+One coordinator leads: who opens it holds the lock beside the file (``lock``). Opening raises the epoch in the file, and
+every write is conditional on it, so a leader whose lock was taken away writes no more. The file must be on a local
+disk.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..core.kept import Kept
 from ..failpoints import FailpointError, hit
 from . import mark, schema
 from .base import Loaded, StoredGroup, StoreError, StoreUnknown
+from .lock import StoreLock
 from .records import COMMITTED, Changes, GroupRecord, RosterRecord, UpdateRecord, assemble, oldest_kept, settle
 
 __all__ = ["SqliteStore"]
@@ -43,6 +45,8 @@ class SqliteStore:
         self._busy_timeout_s = busy_timeout_s
         self._lock = threading.RLock()
         self._db: sqlite3.Connection | None = None
+        self._held: StoreLock | None = None
+        self._opened = False  # ever: a file that is gone then was lost, and no new one takes its place
         self._file = (0, 0)
         self._doubt = False
         self._synced = True
@@ -54,17 +58,22 @@ class SqliteStore:
         with self._lock:
             if self._db is not None:
                 raise StoreError(f"{self.path}: this store is open already")
-            if not os.path.lexists(self.path):
-                schema.create(self.path)
-            schema.check(self.path)
+            self._held = StoreLock(self.path)
             try:
+                if not os.path.lexists(self.path):
+                    if self._opened:
+                        raise StoreError(f"{self.path}: gone. Restore it; a restart begins a new one")
+                    schema.create(self.path)
+                schema.check(self.path)
                 self._db = schema.connect(self.path, "rw", self._busy_timeout_s)
                 schema.prepare(self.path, self._db, self._busy_timeout_s)
                 self._synced = True
                 self._bodies.clear()
                 info = self.path.stat()
                 self._file = (info.st_dev, info.st_ino)
-                return self._take_over(self._db)
+                loaded = self._take_over(self._db)
+                self._opened = True
+                return loaded
             except sqlite3.Error as e:
                 self.close()
                 raise schema.says(self.path, e) from e
@@ -139,9 +148,14 @@ class SqliteStore:
             db, self._db = self._db, None
             self._doubt = False
             life, self._life = self._life, ("", 0)
-            if db is not None:
-                db.close()
-                mark.remove(self.path, *life)
+            held, self._held = self._held, None
+            try:
+                if db is not None:
+                    db.close()
+                    mark.remove(self.path, *life)
+            finally:
+                if held is not None:
+                    held.release()
 
     # --- a transaction ---
 

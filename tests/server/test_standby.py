@@ -1,0 +1,172 @@
+"""Two control planes on one SQLite store: one leads, the other stands by and takes over when the first is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.cli.fleet import ROOT
+from weightplane.controlplane.store import StoreHeld
+from weightplane.controlplane.store.sqlite import SqliteStore
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+
+pytestmark = pytest.mark.chaos
+
+
+def free() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+class Plane:
+    """The real command on a store, with addresses of its own."""
+
+    def __init__(self, store: Path, name: str, listen: str = "") -> None:
+        self.listen, self.probes = listen or free(), free()
+        self.log = store.with_name(f"{name}.log")
+        words = ["controlplane", "--listen", self.listen, "--probes", self.probes, "--store", f"sqlite:{store}"]
+        with self.log.open("wb") as log:
+            command = [sys.executable, "-m", "weightplane.cli", *words, "--exit-with", str(os.getpid())]
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def ready(self, path: str = "/readyz") -> tuple[int, dict[str, Any]]:
+        try:
+            with urllib.request.urlopen(f"http://{self.probes}{path}", timeout=10) as said:
+                return said.status, json.load(said)
+        except urllib.error.HTTPError as e:
+            return e.code, json.load(e)
+        except OSError:
+            return 0, {}
+
+    def until(self, look: Callable[[], bool], seconds: float = 40) -> None:
+        end = time.monotonic() + seconds
+        while not look():
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+
+    def leads(self) -> bool:
+        return self.ready()[0] == 200
+
+    def stands_by(self) -> bool:
+        return "stands by" in self.log.read_text()
+
+    def groups(self) -> list[str]:
+        with grpc.insecure_channel(self.listen) as channel:
+            asked = fleet_pb2_grpc.FleetServiceStub(channel).ListGroups(fleet_pb2.ListGroupsRequest(), timeout=5)
+            return [g.group for g in asked.groups]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Plane]]:
+    planes: list[Plane] = []
+
+    def one(name: str, listen: str = "") -> Plane:
+        planes.append(Plane(tmp_path / "store.db", name, listen))
+        return planes[-1]
+
+    yield one
+    for p in planes:
+        p.process.kill()
+        p.process.wait()
+
+
+def test_the_second_stands_by_and_takes_over_from_one_that_is_killed(start: Callable[..., Plane]) -> None:
+    first = start("first")
+    first.until(first.leads)
+    second = start("second")
+    second.until(lambda: second.ready("/livez")[0] == 200)
+    status, said = second.ready()
+    assert status == 503 and f"(pid {first.process.pid} on {socket.gethostname()}) leads" in said["reason"]
+    with grpc.insecure_channel(second.listen) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        health = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with pytest.raises(grpc.RpcError) as refused:
+        second.groups()
+    assert isinstance(refused.value, grpc.Call) and refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert f"pid {first.process.pid}" in str(refused.value.details())
+    assert first.leads() and first.ready()[1]["epoch"] == 1
+    first.process.send_signal(signal.SIGSTOP)  # it keeps its store
+    assert second.ready()[0] == 503
+    first.process.kill()
+    second.until(second.leads)
+    assert second.ready()[1]["epoch"] == 2 and second.groups() == []
+    assert second.log.read_text().count("stands by") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_on_the_same_address_it_waits_for_the_port_too(start: Callable[..., Plane], number: signal.Signals) -> None:
+    first = start("first")
+    first.until(first.leads)
+    second = start("second", first.listen)
+    second.until(second.stands_by)
+    assert first.leads()
+    first.process.send_signal(number)
+    second.until(second.leads)
+    assert second.groups() == []
+    second.process.terminate()
+    assert second.process.wait(20) == 0
+
+
+def test_one_that_waits_ends_by_sigterm(start: Callable[..., Plane]) -> None:
+    first = start("first")
+    first.until(first.leads)
+    for listen in ("", first.listen):
+        second = start(f"second{listen}", listen)
+        second.until(second.stands_by)
+        second.process.terminate()
+        assert second.process.wait(20) == 0, second.log.read_text()
+    assert first.leads() and first.ready()[1]["epoch"] == 1
+
+
+def test_a_leader_whose_lock_is_taken_away_notices_and_stands_by(start: Callable[..., Plane], tmp_path: Path) -> None:
+    first = start("first")
+    first.until(first.leads)
+    (tmp_path / "store.db-lock").unlink()
+    second = start("second")
+    second.until(second.leads)
+    first.until(first.stands_by)
+    assert first.ready()[0] == 503 and second.leads()
+
+
+def test_a_forked_child_keeps_no_lock_and_the_file_is_ours_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SqliteStore(path)
+    store.open()
+    assert Path(f"{path}-lock").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(StoreHeld, match=f"pid {os.getpid()}"):
+        SqliteStore(path).open()
+    read, write = os.pipe()
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(there, b"x")
+        os.close(write)
+        os.read(read, 1)  # until the parent is done
+        os._exit(0)
+    os.read(here, 1)  # it runs
+    store._held._close()  # type: ignore[union-attr]  # as our death would
+    other = SqliteStore(path)
+    assert other.open().epoch == 2
+    other.close()
+    assert not Path(f"{path}-lock").exists()
+    store.close()
+    os.close(write)
+    for fd in (read, here, there):
+        os.close(fd)
+    os.waitpid(child, 0)
