@@ -260,7 +260,7 @@ class Agent:
 
     def description(self) -> model.Replica:
         workers = tuple(
-            model.Worker(i, "host-0", "", tuple(model.Offer(t, b"addr") for t in offered))
+            model.Worker(i, "host-0", "", tuple(model.Offer(t, b"") for t in offered))
             for i, offered in enumerate(self.transports)
         )
         return model.Replica(

@@ -19,6 +19,8 @@ __all__ = [
     "DesiredUpdate",
     "ServeOrder",
     "desired_replica",
+    "likeness",
+    "remaining_s",
     "resolve",
     "serve_orders",
 ]
@@ -161,6 +163,53 @@ def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredRe
     )
 
 
+def likeness(state: GroupState, replica_id: str) -> tuple[object, ...] | None:
+    """All that a replica's desired state is made of, but for its own ids and the time left: where these are equal, so
+    are those. So a thousand replicas' can be made as one. ``None`` where it has something of its own: a catch-up, an
+    order to sleep, an outcome to learn, buckets to arm (its offers), or a gate that others open.
+
+    Two of one group: compared while nothing changed, it costs identities alone.
+    """
+    r = state.replicas.get(replica_id)
+    if r is None or r.pending or r.asked or r.sleep is not None or state.catch_ups:
+        return None
+    u, t = state.open, state.trainer
+    group = (
+        state.committed,
+        state.committed_manifest,
+        state.policy,
+        state.epoch,
+        state.cluster_id,
+        tuple(sorted(r.pauses_wanted.items())),
+    )
+    part = u.parts.get(replica_id) if u is not None else None
+    if u is None or part is None or part.incarnation != r.incarnation or not u.frozen:
+        return group
+    decision = _decision(u, part.excluded)
+    if part.mode is Mode.IN_PLACE or (u.calls and not decision):
+        return None
+    return (
+        *group,
+        u.update_id,
+        u.version,
+        u.lineage,
+        u.generation,
+        u.options,
+        u.calls,
+        u.plans,
+        decision,
+        part.mode,
+        part.channels,
+        part.failure or u.failure,
+        t.channels if t is not None else None,
+    )
+
+
+def remaining_s(u: Update, now: float) -> float:
+    """How long a participant has until the prepare deadline."""
+    return max(0.0, u.prepare_deadline - now)
+
+
 def serve_orders(state: GroupState, holder: str) -> tuple[ServeOrder, ...]:
     """What a replica, or ("") each rank of the trainer, is to send to replicas that are caught up."""
     hold = holds_back(state)
@@ -235,7 +284,7 @@ def _desired_update(state: GroupState, r: Replica, u: Update, now: float) -> Des
         all_called=armed and all(covered(u, c) for c in mine),
         decision=_decision(u, part.excluded),
         failure=part.failure or u.failure,
-        remaining_s=max(0.0, u.prepare_deadline - now),
+        remaining_s=remaining_s(u, now),
     )
 
 

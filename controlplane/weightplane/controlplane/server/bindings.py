@@ -110,15 +110,35 @@ def _serve(o: core_desired.ServeOrder) -> agent_pb2.ServeOrder:
     )
 
 
+#: Of a fleet's replicas some are in the update, some are not, and their workers use different channels.
+_TEMPLATES = 4
+
+
 class Desired:
-    """Makes replicas' desired state; keeps what is the same for a thousand: bindings, what the group declares."""
+    """Makes replicas' desired state; keeps what is the same for a thousand: bindings, what the group declares, and the
+    last few whole messages, each for all replicas that are alike."""
 
     def __init__(self) -> None:
+        self._templates: list[tuple[tuple[object, ...], bytes]] = []
         self._bindings: dict[str, transport_pb2.ChannelBinding] = {}
         self._declared: tuple[Policy, agent_pb2.Declaration] | None = None
 
     def message(self, state: GroupState, replica_id: str, revision: int, now: float) -> agent_pb2.DesiredReplica | None:
         """The desired state of a replica, or ``None`` if it is unknown."""
+        like = core_desired.likeness(state, replica_id)
+        known = next((data for key, data in self._templates if key == like), None) if like is not None else None
+        if known is not None:
+            made = agent_pb2.DesiredReplica.FromString(known)
+            made.revision, made.incarnation = revision, state.replicas[replica_id].incarnation
+            if state.open is not None and made.HasField("update"):
+                made.update.remaining_ms = int(core_desired.remaining_s(state.open, now) * 1000)
+            return made
+        fresh = self._fresh(state, replica_id, revision, now)
+        if fresh is not None and like is not None:
+            self._templates = [(like, fresh.SerializeToString()), *self._templates[: _TEMPLATES - 1]]
+        return fresh
+
+    def _fresh(self, state: GroupState, replica_id: str, revision: int, now: float) -> agent_pb2.DesiredReplica | None:
         d = core_desired.desired_replica(state, replica_id, now)
         if d is None:
             return None
