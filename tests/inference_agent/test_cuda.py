@@ -1,4 +1,4 @@
-"""A replica on a card: bounced into, hashed where it lies, applied in few calls. Not yet run on one."""
+"""A replica on a card: bounced into, hashed where it lies, applied in few calls. Run on H200s, 2026-11-29."""
 
 from __future__ import annotations
 
