@@ -98,6 +98,8 @@ def tick(tx: Tx) -> None:
             end(tx, c)
     if tx.state.catch_ups:
         tx.set(caught_at=tx.now)
+    if not tx.state.committed.version or tx.state.rewinding:
+        return  # nobody is behind
     could = holders(tx.state)
     if not could and not tx.state.unproven:
         return
