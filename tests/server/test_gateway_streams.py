@@ -286,7 +286,7 @@ async def test_a_stream_of_who_says_no_more_goes_on_until_it_is_gone(monkeypatch
 async def test_a_taken_port_is_an_error_and_a_stopped_server_lets_go_of_its_own() -> None:
     async with gated() as running:
         taken = ServerConfig(MemoryStore(), gateway=running.gateway)
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(OSError, match="another process listens there"):
             async with server(taken):
                 pass
         again = replace(taken, store=MemoryStore())
