@@ -1,6 +1,6 @@
 """The C++ trainer on real GPUs. ``make clients-cpp-portable`` makes the program that is carried to a host with them.
 
-Run on a pair of H200, 2026-11-29, 61e350a: all ten passed (NCCL 2.28.9).
+Run on a pair of H200, 2026-11-30, b34e701: all ten passed; on 67216bc, on one H200, the four that one card can show.
 """
 
 from __future__ import annotations
