@@ -36,7 +36,11 @@ def test_a_value_that_an_option_does_not_know_is_wrong_usage(site: Site, option:
     ("env", "address", "said"),
     [
         ({"WEIGHTPLANE_CA": "nope.pem"}, "", "WEIGHTPLANE_CA: No such file"),
-        ({"WEIGHTPLANE_CA": "junk", "WEIGHTPLANE_CERT": "junk", "WEIGHTPLANE_KEY": "junk"}, "", "PEM certificate"),
+        (
+            {"WEIGHTPLANE_CA": "junk", "WEIGHTPLANE_CERT": "junk", "WEIGHTPLANE_KEY": "junk"},
+            "",
+            "PEM certificate and its",
+        ),
         ({"WEIGHTPLANE_TOKEN": "view\u00e9-view\u00e9-view\u00e9"}, "", "token: expected printable ASCII"),
         ({}, "http://127.0.0.1:7450", "no URL"),
         ({}, "a b:1", "no blanks"),
