@@ -49,9 +49,7 @@ def limit_of(capabilities: Capabilities, layout: str) -> str:
 
 def bucket_bytes(capabilities: Capabilities, layout: str) -> int:
     """A bucket for measuring: 16 MiB (the product's default) through host memory that is copied piece by piece; larger
-    where a bucket costs a message and the bytes move by themselves; a collective packs into buffers of that size."""
-    if layout != "cpu" and capabilities.collective:
-        return 192 * _MIB
+    where a bucket costs a message and the bytes move by themselves; a collective has the product's on cards."""
     if layout != "cpu":
-        return 1024 * _MIB if layout == "colocated" else 512 * _MIB
+        return 1024 * _MIB if layout == "colocated" or capabilities.collective else 512 * _MIB
     return 64 * _MIB if capabilities.one_sided else 16 * _MIB

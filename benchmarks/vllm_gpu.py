@@ -37,6 +37,7 @@ from benchmarks import _vllm_gpu_more as more
 from benchmarks._process import MemberFailed
 from benchmarks._vllm_gpu_cases import Run, engine_options
 from benchmarks._vllm_gpu_stage import CaseReport, NotHere, Stage
+from benchmarks.transports import size
 
 ALL = ("load", "cuda_ipc", "nccl", "native", "kill", "colocated", "quantised", "experts")
 _ON_CPU = ("shm", "grpc")
@@ -108,6 +109,9 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--deep", action="store_true", help="a small model of as many tensors as the large one")
     made.add_argument("--seconds", type=float, default=240.0, help="for everything; default %(default).0f")
     made.add_argument("--samples", type=int, default=5, help="updates that count, in each mode; default %(default)s")
+    made.add_argument(
+        "--bucket-bytes", action="append", default=[], type=size, help="updates in place by these buckets too; repeat"
+    )
     made.add_argument("--warm-ups", type=int, default=2)
     made.add_argument("--instances", type=int, default=0, help="data-parallel ones; default 2 on GPUs, 1 on a CPU")
     made.add_argument("--updates", type=int, default=50, help="under load; default %(default)s")
@@ -127,11 +131,11 @@ def main(words: Sequence[str] | None = None) -> int:
     stage = Stage(report, args.logs or folder / "logs", args.device, args.seconds)
     model = "tiny-deep" if args.deep else "tiny" if args.tiny or not cuda else "dense"
     over = ("cuda_ipc", "nccl") if cuda else _ON_CPU
-    run = Run(stage, folder, args.samples, args.warm_ups, model, over)
+    run = Run(stage, folder, args.samples, args.warm_ups, model, over, tuple(args.bucket_bytes))
     instances = args.instances or (2 if cuda else 1)
     made: dict[str, Callable[[Run], None]] = {
         "load": cases.load,
-        "cuda_ipc": cases.transport(over[0], 256 << 20),
+        "cuda_ipc": cases.transport(over[0]),
         "nccl": cases.transport(over[1]),
         "native": cases.native,
         "kill": more.kill,

@@ -239,7 +239,7 @@ def test_only_channels_whose_members_changed_are_new(changed: str) -> None:
         ("ucx", ("", ""), 64 << 20),
         ("ucx", ("g0", ""), 64 << 20),
         ("ucx", ("g0", "g1"), 256 << 20),
-        ("nccl", ("g0", "g1"), 192 << 20),
+        ("nccl", ("g0", "g1"), 1 << 30),
         ("cuda_ipc", ("g0", "g1"), 1 << 30),
     ],
 )

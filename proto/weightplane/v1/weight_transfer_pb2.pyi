@@ -72,7 +72,7 @@ class InitTransferRequest(_message.Message):
     """Use this transport for every worker of every replica, or refuse; empty = the best for each worker."""
     bucket_bytes: _builtins.int
     """Upper bound of a bucket's bytes, from 4 KiB to 1 GiB; 0 = what suits each channel: 16 MiB, ucx 64 MiB; between GPUs
-    cuda_ipc 1 GiB, ucx 256 MiB, nccl 192 MiB.
+    cuda_ipc 1 GiB, nccl 1 GiB, ucx 256 MiB.
     """
     @_builtins.property
     def offers(self) -> _containers.RepeatedCompositeFieldContainer[_transport_pb2.Rendezvous]:

@@ -2,7 +2,7 @@
 
 On the *wire* stream the library's operations run, one after another; on the *copy* stream small tensors are packed and
 unpacked meanwhile. Neither waits for other streams unless told to (``behind``). Made on ``cuda_driver``, as
-``cuda_ipc`` is. The data thread, but ``passed`` and ``idle``. Not yet run on a card.
+``cuda_ipc`` is. The data thread, but ``passed`` and ``idle``.
 """
 
 from __future__ import annotations

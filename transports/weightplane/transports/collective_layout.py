@@ -36,7 +36,7 @@ class Tuning:
     ``slots``. Equal in all members of a channel."""
 
     large: int = 32 << 20
-    pack: int = 96 << 20
+    pack: int = 192 << 20
     slots: int = 2
 
 

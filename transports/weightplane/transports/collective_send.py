@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CollectiveSendChannel"]
 
-_IN_FLIGHT: Final = 4  # buckets queued and not complete
+_IN_FLIGHT: Final = 4  # buckets queued and not complete; two, where they are together
+_IN_FLIGHT_BYTES: Final = 1 << 30  # more than this: their spans are held all the while
 
 
 class CollectiveSendChannel(CollectiveChannel, SendChannel):
@@ -46,7 +47,7 @@ class CollectiveSendChannel(CollectiveChannel, SendChannel):
         self._enter(bucket)
         program = self._program(bucket, spans)
         communicator = self._communicator(self.member)
-        while len(self._flights) >= _IN_FLIGHT:
+        while self._full(bucket):
             self._complete(self._flights[0])
         flight = Flight(program)
         self._flights.append(flight)
@@ -64,6 +65,11 @@ class CollectiveSendChannel(CollectiveChannel, SendChannel):
             with self._asking(bucket):
                 self._acknowledged(bucket)
         failpoints.hit(f"{name}.send.after")
+
+    def _full(self, bucket: Bucket) -> bool:
+        """Whether the bucket must wait until another is complete."""
+        held = sum(f.program.bucket.nbytes for f in self._flights) + bucket.nbytes
+        return len(self._flights) >= (2 if held > _IN_FLIGHT_BYTES else _IN_FLIGHT)
 
     def _queue_work(self, communicator: Communicator, bucket: Bucket, work: Work) -> Mark:
         lanes, slot = self._lanes, work.slot

@@ -15,7 +15,7 @@ constexpr std::uint64_t kFenceBytes = 512;
 // Equal in all members of a channel.
 struct Tuning {
     std::uint64_t large = 32 << 20; // bytes from which a segment travels unpacked
-    std::uint64_t pack = 96 << 20;  // bytes of a packed buffer
+    std::uint64_t pack = 192 << 20; // bytes of a packed buffer
     std::uint64_t slots = 2;        // such buffers
 };
 

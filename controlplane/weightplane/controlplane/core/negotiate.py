@@ -29,10 +29,10 @@ PREFERENCE = ("cuda_ipc", "nccl", "ucx", "shm", "grpc")
 PREFERENCE_ON_CPU = ("shm", "ucx", "grpc", "cuda_ipc", "nccl")
 _SAME_HOST = frozenset({"cuda_ipc", "shm"})
 #: Bytes of a bucket where the trainer asks for none. Each costs every member about 0.1 ms of Python; with the larger
-#: ones that passes while bytes move. ``nccl``: two of its packed buffers.
+#: ones that passes while bytes move.
 _BUCKET = 16 << 20
 _BUCKETS = {"ucx": 64 << 20}
-_BUCKETS_ON_GPU = {"cuda_ipc": 1 << 30, "nccl": 192 << 20, "ucx": 256 << 20}
+_BUCKETS_ON_GPU = {"cuda_ipc": 1 << 30, "nccl": 1 << 30, "ucx": 256 << 20}
 #: All members of such a channel act together, each with a GPU of its own.
 _DISTINCT_DEVICES = frozenset({"nccl"})
 
