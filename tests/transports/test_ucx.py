@@ -86,6 +86,7 @@ class Pair:
                 self.receiver.receive(self.bucket, target)
             except BaseException as e:
                 failed.append(e)
+                self.sender.abort(f"the receiver failed: {e!r}")
 
         thread = threading.Thread(target=receive)
         thread.start()

@@ -121,7 +121,7 @@ class Agent:
 
     def __init__(self, member: str, local: bool) -> None:
         self.name = secrets.token_hex(6)  # UCX cuts long names
-        self.member = member
+        self.member, self.local = member, local
         self._reads: dict[int, Any] = {}
         self._numbers = itertools.count(1)
         with _lock, _environment({"NIXL_LOG_LEVEL": "WARN", **settings(local), **_log.settings()}):

@@ -2,18 +2,18 @@
 
 A bucket is read in pieces, a few of them in flight. Where both are on one host and UCX copies by itself, a whole piece
 is copied inside the call that starts it; a piece is small enough that an abort is seen in milliseconds all the same.
+There a second agent reads every other piece of a large bucket at the same time (``ucx_beside``): one core copies at
+half of what memory gives.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from weightplane.v1.transport_pb2 import PullRegion, PullWelcome, UcxRegion
@@ -21,27 +21,23 @@ from weightplane.v1.transport_pb2 import PullRegion, PullWelcome, UcxRegion
 from .base import PeerLost, TransportError
 from .pull_abc import Entry, Importer, Pull
 from .ucx_agent import Agent, UcxError
+from .ucx_beside import Beside, Piece
 from .ucx_export import describe
 from .ucx_memory import Regions, on_device
+from .ucx_reads import Read, Reads, rows, slow_after, where
 
 __all__ = ["UcxImporter"]
 
-log = logging.getLogger(__name__)
-
 PIECE: Final = 8 << 20  # bytes of one READ; a CPU may copy them all before it looks up again
 PIECE_GPU: Final = 64 << 20  # where a GPU is at an end: never copied by the CPU, and faster than Python turns around
-_IN_FLIGHT: Final = 4
-_STEP: Final = 2 << 20  # bytes are counted, and a failpoint passed, in steps of at most this
-_SLOW_S: Final = 0.005  # a READ that takes longer than this, and a second for each GiB, needs the sender's processor
-_GIB: Final = 1 << 30
-_QUIET_S: Final = 0.5  # seconds that a READ which was given up may take to end
 
 
 class _Remote:
     """A sender's agent, as this agent knows it."""
 
-    def __init__(self, name: str, welcome: PullWelcome, check: Callable[[], None]) -> None:
-        self.name, self.welcome, self.check = name, welcome, check
+    def __init__(self, sender: str, welcome: PullWelcome, check: Callable[[], None]) -> None:
+        self.sender, self.welcome, self.check = sender, welcome, check
+        self.name = ""  # NIXL's; empty: not connected
         self.regions: dict[int, UcxRegion] = {}
         self.stale: list[tuple[int, int, int]] = []  # device, begin, end of regions that are gone
         self.outdated = False
@@ -55,7 +51,8 @@ class _Plan:
 
     def __init__(self, entry: Entry, spans: Sequence[torch.Tensor], regions: set[int]) -> None:
         self.entry, self.spans, self.regions = entry, spans, regions
-        self.reads: list[tuple[int, int]] = []  # number, bytes
+        self.reads: list[Read] = []
+        self.beside: list[Read] = []  # the second agent's
 
 
 class UcxImporter(Importer):
@@ -64,6 +61,8 @@ class UcxImporter(Importer):
     def __init__(self, agent: Agent, require_rdma: bool = False) -> None:
         self._agent, self._require_rdma = agent, require_rdma
         self._regions = Regions(agent)
+        self._reads = Reads(agent)
+        self._beside = Beside(agent, self._regions)
         self._remotes: dict[str, _Remote] = {}
         self._broken = ""
         self._closed = False
@@ -87,7 +86,7 @@ class UcxImporter(Importer):
         """See ``Importer``. Connects and reads a few bytes, so that the path is known to work."""
         if welcome.WhichOneof("sender") != "ucx" or not welcome.ucx.probe.nbytes:
             raise TransportError(f"{sender!r} does not speak ucx", peers=(sender,))
-        self._remotes[sender] = remote = _Remote("", welcome, check)
+        self._remotes[sender] = remote = _Remote(sender, welcome, check)
         self._connect(sender, remote)
         self._known = describe(self._agent)
         if self._require_rdma and not self._agent.rdma:
@@ -106,12 +105,12 @@ class UcxImporter(Importer):
             for region in remote.regions.values():
                 self._agent.add(region.metadata)
             n = min(64, probe.nbytes)
-            mine = _rows([(self._probe.data_ptr(), n, 0)])
-            read = self._agent.prepare(remote.name, "DRAM", mine, *_where(probe, [(probe.address, n)]))
+            mine = rows([(self._probe.data_ptr(), n, 0)])
+            read = self._agent.prepare(remote.name, "DRAM", mine, *where(probe.device, [(probe.address, n)]))
         except UcxError as e:
             raise PeerLost(f"{sender!r} cannot be reached by UCX: {e}", peers=(sender,)) from e
         try:
-            self._run(sender, remote, deque([(read, n)]), remote.check, lambda _: None, connecting=True)
+            self._run(sender, remote, [(read, n)], remote.check, lambda _: None, connecting=True)
         except UcxError as e:
             raise PeerLost(f"{sender!r} cannot be reached by UCX: {e}", peers=(sender,)) from e
         finally:
@@ -171,6 +170,7 @@ class UcxImporter(Importer):
         for plan in remote.plans.values():
             self._drop(plan)
         remote.plans.clear()
+        self._beside.forget(remote.sender)
         name, remote.name = remote.name, ""
         if name:
             with contextlib.suppress(UcxError):
@@ -179,6 +179,7 @@ class UcxImporter(Importer):
     def _drop(self, plan: _Plan) -> None:
         for read, _ in plan.reads:
             self._agent.release(read)
+        self._beside.release(plan.beside)
 
     def close(self) -> None:
         """See ``Importer``."""
@@ -187,6 +188,7 @@ class UcxImporter(Importer):
         self._closed = True
         for sender in list(self._remotes):
             self.detach(sender)
+        self._beside.close()
         self._regions.close()
         with contextlib.suppress(UcxError):
             self._agent.deregister([self._probe_memory])
@@ -206,11 +208,45 @@ class UcxImporter(Importer):
         device = pull.spans[0].device if pull.spans else None
         with on_device(device):
             try:
-                self._run(sender, remote, deque(plan.reads), pull.check, pull.landed)
+                if plan.beside:
+                    self._run_both(sender, remote, plan, pull)
+                else:
+                    self._run(sender, remote, plan.reads, pull.check, pull.landed)
             except UcxError as e:
                 by, bucket = describe(self._agent)["ucx_transports"], pull.bucket
                 what = f"bucket {bucket.index} of {bucket.nbytes} bytes, into {device or 'nothing'}, by UCX over {by}"
                 raise PeerLost(f"{sender!r} cannot be read: {what}: {e}", peers=(sender,), bucket=bucket.index) from e
+        if remote.serves and plan.beside:  # a new connection wants it for a moment; then it takes a core from two
+            remote.serves = False
+            self.ask_serve(sender, False)
+
+    def _run_both(self, sender: str, remote: _Remote, plan: _Plan, pull: Pull) -> None:
+        try:
+            half = self._beside.begin(sender, plan.beside)
+        except RuntimeError:  # no thread can be made: one half after the other
+            self._run(sender, remote, plan.reads, pull.check, pull.landed)
+            idle, cut = partial(self._idle, sender, remote), partial(self._beside.cut, sender)
+            return self._beside.reads().run(plan.beside, pull.check, pull.landed, idle, cut)
+
+        def check() -> None:
+            pull.check()
+            if half.slow:
+                self._serve(sender, remote)
+            half.look(pull.landed)
+
+        try:
+            self._run(sender, remote, plan.reads, check, pull.landed)
+            while not half.look(pull.landed):
+                half.wait()
+                check()
+        except BaseException:
+            half.end(pull.landed)
+            if half.stuck:
+                self._give_up_all()
+            else:
+                self._forget(remote)  # the second agent may have disconnected
+            raise
+        return None
 
     def _plan(self, sender: str, remote: _Remote, pull: Pull) -> _Plan:
         index = pull.bucket.index
@@ -229,8 +265,14 @@ class UcxImporter(Importer):
         entry, plan = pull.entry, _Plan(pull.entry, pull.spans, set(pull.entry.regions))
         local = [(r.kind, r.device, r.address + offset, n) for r, offset, n in covered]
         try:
-            for kind, mine, other, nbytes in self._pieces(sender, remote, entry, local):
-                plan.reads.append((self._agent.prepare(remote.name, kind, mine, *other), nbytes))
+            pieces = list(self._pieces(sender, remote, entry, local))
+            mine = pieces
+            if self._beside.wanted(pull.bucket.nbytes) and all(p[0] == p[2][0] == "DRAM" for p in pieces):
+                others = [(here, there[1], n) for _, here, there, n in pieces[1::2]]
+                plan.beside = self._prepare_beside(sender, remote, others)
+                mine = pieces[::2] if plan.beside else pieces
+            for kind, here, there, nbytes in mine:
+                plan.reads.append((self._agent.prepare(remote.name, kind, here, *there), nbytes))
         except BaseException as e:
             self._drop(plan)
             if isinstance(e, UcxError):
@@ -239,6 +281,16 @@ class UcxImporter(Importer):
             raise
         remote.plans[pull.bucket.index] = plan
         return plan
+
+    def _prepare_beside(self, sender: str, remote: _Remote, pieces: Sequence[Piece]) -> list[Read]:
+        asks = not remote.serves and not self._beside.knows(sender)
+        if asks:
+            self.ask_serve(sender, True)
+        try:
+            return self._beside.prepare(sender, remote.welcome, remote.regions, remote.check, pieces)
+        finally:
+            if asks:
+                self.ask_serve(sender, False)
 
     def _pieces(
         self, sender: str, remote: _Remote, entry: Entry, local: Sequence[tuple[str, int, int, int]]
@@ -259,7 +311,7 @@ class UcxImporter(Importer):
                 if not left:
                     kind, device, address, left = next(at)
                 if mine and (size == most or kinds != (kind, other_kind)):
-                    yield kinds[0], _rows(mine), (kinds[1], _rows(other)), size
+                    yield kinds[0], rows(mine), (kinds[1], rows(other)), size
                     mine, other, size = [], [], 0
                 kinds = kind, other_kind
                 most = PIECE_GPU if "VRAM" in kinds else PIECE
@@ -269,99 +321,46 @@ class UcxImporter(Importer):
                 address, start = address + n, start + n
                 left, nbytes, size = left - n, nbytes - n, size + n
         if mine:
-            yield kinds[0], _rows(mine), (kinds[1], _rows(other)), size
+            yield kinds[0], rows(mine), (kinds[1], rows(other)), size
 
     def _run(
         self,
         sender: str,
         remote: _Remote,
-        waiting: deque[tuple[int, int]],
+        reads: Sequence[Read],
         check: Callable[[], None],
         landed: Callable[[int], None],
         connecting: bool = False,
     ) -> None:
-        """Run READs, some at once, in order. Whatever goes wrong (``UcxError``, what ``check`` raises): none is in
-        flight any more afterwards."""
-        flying: deque[tuple[int, int]] = deque()
-        agent, started = self._agent, 0.0
-        try:
-            while waiting or flying:
-                while waiting and len(flying) < _IN_FLIGHT:
-                    check()
-                    read, nbytes = waiting[0]
-                    flying.append(waiting.popleft())
-                    if len(flying) == 1:
-                        started = time.monotonic()
-                    if agent.start(read):
-                        if len(flying) > 1:
-                            break  # earlier ones are counted first
-                        flying.popleft()
-                        _count(nbytes, landed)
-                while flying:
-                    read, nbytes = flying[0]
-                    if not agent.done(read):
-                        self._idle(sender, remote, time.monotonic() - started, nbytes, connecting)
-                        check()
-                        continue
-                    flying.popleft()
-                    started = time.monotonic()
-                    _count(nbytes, landed)
-                    if waiting:
-                        break
-        except BaseException:
-            cut_off = sum(nbytes for _, nbytes in flying)
-            self._quiet(remote, flying)
-            if cut_off:  # it may have been written, in part or whole
-                with contextlib.suppress(Exception):
-                    landed(cut_off)
-            raise
+        """See ``Reads.run``."""
 
-    def _idle(self, sender: str, remote: _Remote, passed: float, nbytes: int, connecting: bool) -> None:
+        def give_up(flying: Collection[Read]) -> None:
+            name = remote.name
+            if flying:
+                remote.name = ""
+                if self._reads.quiet(name, flying):
+                    self._forget(remote)
+                else:
+                    self._give_up_all()
+
+        idle = partial(self._idle, sender, remote, connecting=connecting)
+        self._reads.run(reads, check, landed, idle, give_up)
+
+    def _idle(self, sender: str, remote: _Remote, passed: float, nbytes: int, *, connecting: bool = False) -> None:
         """Between two looks at a READ that is not done: the longer it takes, the longer."""
-        if not connecting and not remote.serves and passed > _SLOW_S + nbytes / _GIB:
-            remote.serves = True
-            self.ask_serve(sender, True)
+        if not connecting and passed > slow_after(nbytes):
+            self._serve(sender, remote)
         if connecting or passed > 1.0:
             time.sleep(0.001)
         elif passed > 0.05:
             time.sleep(0.0001)
 
-    def _quiet(self, remote: _Remote, flying: Collection[tuple[int, int]]) -> None:
-        """See to it that nothing lands any more: disconnect, then wait until NIXL says that every READ is over."""
-        if not flying:
-            return
-        until = time.monotonic() + _QUIET_S
-        name, remote.name = remote.name, ""
-        with contextlib.suppress(UcxError):
-            self._agent.remove(name)
-        left = [read for read, _ in flying]
-        while left:
-            left = [h for h in left if not self._over(h)]
-            if left and time.monotonic() > until:
-                self._broken = "reads that were given up did not end"
-                self.close()
-                return
-            if left:
-                time.sleep(0.001)
-        self._forget(remote)
+    def _serve(self, sender: str, remote: _Remote) -> None:
+        """The sender's processor is to work for its readers."""
+        if not remote.serves:
+            remote.serves = True
+            self.ask_serve(sender, True)
 
-    def _over(self, read: int) -> bool:
-        try:
-            return self._agent.done(read)
-        except UcxError as e:
-            log.debug("a read that was given up: %s", e)
-            return True
-
-
-def _count(nbytes: int, landed: Callable[[int], None]) -> None:
-    for at in range(0, nbytes, _STEP):
-        landed(min(_STEP, nbytes - at))
-
-
-def _rows(rows: Sequence[tuple[int, int, int]]) -> Any:
-    return np.array(rows, dtype=np.uint64).reshape(-1, 3)
-
-
-def _where(region: UcxRegion, stretches: Sequence[tuple[int, int]]) -> tuple[str, Any]:
-    kind, device = ("DRAM", 0) if region.device < 0 else ("VRAM", region.device)
-    return kind, _rows([(address, n, device) for address, n in stretches])
+    def _give_up_all(self) -> None:
+        self._broken = "reads that were given up did not end"
+        self.close()

@@ -62,10 +62,10 @@ class Region:
 
 
 class Regions:
-    """The regions of one agent. One thread."""
+    """The regions of one agent, and of those that ``join`` it. One thread."""
 
     def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+        self._agents = [agent]
         self._ids = itertools.count(1)
         self._by_id: dict[int, Region] = {}
         self._by_storage: dict[tuple[str, int, int], Region] = {}  # kind, device, address of a storage
@@ -105,12 +105,36 @@ class Regions:
                 else:
                     found.append((last[0], offset, n))
             with on_device(spans[0].device if new else None):
-                self._agent.register([r.memory for r in new])
+                self._register([r.memory for r in new])
         except BaseException:
             for region in new:
                 self._forget(region)
             raise
         return found
+
+    def _register(self, memory: Sequence[Memory]) -> None:
+        """At every agent, or at none."""
+        done: list[Agent] = []
+        try:
+            for agent in self._agents:
+                agent.register(memory)
+                done.append(agent)
+        except BaseException:
+            for agent in done:
+                with contextlib.suppress(UcxError):
+                    agent.deregister(memory)
+            raise
+
+    def join(self, agent: Agent) -> None:
+        """Another agent that has every region from now on. ``UcxError``: it cannot."""
+        agent.register([r.memory for r in self])
+        self._agents.append(agent)
+
+    def leave(self, agent: Agent) -> None:
+        """An agent that joined, and is being closed."""
+        self._agents.remove(agent)
+        with contextlib.suppress(UcxError):
+            agent.deregister([r.memory for r in self])
 
     def _region(self, span: torch.Tensor, new: list[Region]) -> tuple[Region, int, int]:
         storage = span.untyped_storage()
@@ -166,7 +190,9 @@ class Regions:
     def _drop(self, region: Region) -> None:
         self._dead.add(region.id)
         try:
-            self._agent.deregister([region.memory])
+            with contextlib.ExitStack() as every:
+                for agent in self._agents:
+                    every.callback(agent.deregister, [region.memory])
         finally:
             self._forget(region)
 
