@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
+from weightplane.inference_agent.engines.vllm import attached
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.async_llm import AsyncDriver
 from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, DriverTimeout, Label
@@ -256,6 +258,45 @@ def test_a_pause_by_order_waits_for_the_control_plane_though_the_weights_are_a_m
 def test_a_vllm_that_does_not_answer_is_named_with_what_it_said() -> None:
     with pytest.raises(EngineError, match=r"GET http://127\.0\.0\.1:1/health: ConnectionRefusedError"):
         VllmEngine(HttpDriver(["http://127.0.0.1:1"]), start_timeout_s=0)
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_what_an_agent_waits_for_is_said_again_and_again(
+    at_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before vLLM answered there is no replica to show; one that died in the evening is still said at night."""
+    monkeypatch.setattr(attached, "_SAY_S", 0.05, raising=False)
+    monkeypatch.setattr(attached, "_LOOK_S", 0.02)
+    caplog.set_level("INFO", "weightplane.inference_agent")
+    driver = Pretended()
+    driver.trouble, up = "GET http://h:8000/health: refused", threading.Event()
+    monkeypatch.setattr(driver, "alive", lambda timeout: up.is_set())
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.getMessage().startswith("waiting for vLLM (pretended)")]
+
+    if not at_first:
+        up.set()
+    thread = threading.Thread(target=lambda: made.append(VllmEngine(driver, start_timeout_s=60)))
+    made: list[VllmEngine] = []
+    thread.start()
+    try:
+        if not at_first:
+            thread.join(10)
+            up.clear()
+            for k in made[0]._attached:
+                k.close()
+        eventually(lambda: len(said()) >= 3, 10, "it is said more than once")
+        assert re.search(r"since \d\d:\d\d:\d\d \(\d+ s, ", said()[-1]) and said()[-1].endswith("health: refused")
+        assert not at_first or "not in `weightplane status`" in said()[-1]
+        up.set()
+        eventually(
+            lambda: bool(made) and not any(k.lost for k in made[0]._attached), 10, "it attaches once vLLM answers"
+        )
+    finally:
+        up.set()
+        thread.join(10)
+        made[0].close()
 
 
 def test_a_vllm_without_weight_transfer_is_told_which_flag_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,30 @@ log = logging.getLogger("weightplane.inference_agent")
 CALL_S = 30.0
 QUICK_S = 5.0
 _LOOK_S = 0.5
+_SAY_S = 30.0
+_NO_REASON = "it gives no reason"
+
+
+class _Waits:
+    """Says every ``_SAY_S`` that vLLM does not answer, and since when: who looks at night sees it nowhere else."""
+
+    def __init__(self, about: str) -> None:
+        self._about, self._began, self._next = about, time.monotonic(), 0.0
+        self._since = time.strftime("%H:%M:%S")
+
+    @property
+    def seconds(self) -> float:
+        """How long it waits."""
+        return time.monotonic() - self._began
+
+    def say(self, driver: Driver) -> None:
+        """``driver`` did not answer."""
+        if time.monotonic() < self._next:
+            return
+        level = logging.WARNING if self._next else logging.INFO
+        self._next = time.monotonic() + _SAY_S
+        text = "waiting for vLLM (%s) since %s (%.0f s, %s): %s"
+        log.log(level, text, driver.name, self._since, self.seconds, self._about, driver.trouble or _NO_REASON)
 
 
 class Attached(Engine):
@@ -64,14 +88,11 @@ class Attached(Engine):
     # --- the workers' sessions
 
     def _attach_first(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        said = False
+        waits = _Waits(f"up to {timeout:.0f} s; until it answers this replica is not in `weightplane status`")
         while not self._driver.alive(QUICK_S):
-            if not said:
-                log.info("waiting for vLLM (%s), up to %.0f s: %s", self._driver.name, timeout, self._driver.trouble)
-                said = True
-            if time.monotonic() >= end:
-                why = self._driver.trouble or "it gives no reason"
+            waits.say(self._driver)
+            if waits.seconds >= timeout:
+                why = self._driver.trouble or _NO_REASON
                 raise EngineError(f"vLLM ({self._driver.name}) does not answer after {timeout:.0f} s: {why}")
             if self._closed.wait(_LOOK_S):
                 raise EngineError("closed while waiting for vLLM")
@@ -155,13 +176,15 @@ class Attached(Engine):
 
     def _watch(self) -> None:
         """Attach again when vLLM is back. A worker that merely lost its session keeps what it holds."""
-        said = ""
+        said, waits = "", _Waits("its replica holds nothing meanwhile")
         while not self._closed.wait(_LOOK_S):
             lost = any(k.lost for k in self._attached)
             try:
                 if not lost:
+                    waits = _Waits("its replica holds nothing meanwhile")
                     self._keep_held()
                 elif not self._driver.alive(QUICK_S):
+                    waits.say(self._driver)
                     continue
                 else:
                     self._attach()
