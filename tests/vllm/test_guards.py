@@ -590,6 +590,42 @@ def test_every_data_parallel_instance_is_called(two: list[Instance]) -> None:
     driver.close()
 
 
+def test_requests_in_flight_are_those_of_every_instance(two: list[Instance], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's metrics name them; those that are queued wait for nobody's end, and no metric is no request."""
+    driver = HttpDriver([i.url for i in two])
+    line = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="%d",model_name="m"} %s\n'
+    text = line % (0, "2.0") + line % (1, "3.0") + 'vllm:num_requests_waiting{engine="0",model_name="m"} 9.0\n'
+    monkeypatch.setattr(driver, "_ask", lambda i, *_: text)
+    assert driver.in_flight(1) == 10
+    monkeypatch.setattr(driver, "_ask", lambda i, *_: "")
+    assert driver.in_flight(1) == 0
+    driver.close()
+
+
+def test_requests_are_counted_while_a_pause_waits_for_them_and_not_after() -> None:
+    class Drains(Pretended):
+        done, dead = threading.Event(), False
+
+        def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+            assert self.done.wait(10)
+
+        def in_flight(self, timeout: float) -> int:
+            if self.dead:
+                raise DriverTimeout("GET /metrics: no answer")
+            return 3
+
+    driver = Drains()
+    with engine(driver) as e:
+        e.pause("update", PauseMode.WAIT)
+        assert not e.wait_paused("update", 0.01) and e.running_requests == 3
+        driver.dead = True
+        assert not e.wait_paused("update", 0.01) and e.running_requests == 0, "it does not fail the pause"
+        driver.dead = False
+        assert not e.wait_paused("update", 0.01) and e.running_requests == 3
+        driver.done.set()
+        assert e.wait_paused("update", 5) and e.running_requests == 0
+
+
 def test_a_replica_of_two_instances_waits_for_the_workers_of_both() -> None:
     """Trap 14: nothing is asked of an instance alone."""
     driver = Pretended(instances=2)

@@ -45,6 +45,7 @@ __all__ = ["VllmEngine"]
 
 log = logging.getLogger("weightplane.inference_agent")
 
+COUNT_S = 1.0  # for vLLM to tell its requests: a pause that is in force is noticed so much later
 ENTER_S = 20.0  # for vLLM to pass a call on to its workers
 
 
@@ -73,6 +74,7 @@ class VllmEngine(Attached):
         self._apply_s, self._direct = apply_timeout_s, direct
         self._read_back = False  # the update under way shows what lies in live memory
         self._loads: tuple[Mapping[str, Any], ...] = ()
+        self._in_flight = 0
         self._streaming: Future[None] | None = None  # in place: vLLM's call that loads what comes
         super().__init__(driver, socket_dir, max_host_bytes, start_timeout_s, frozen_draft)
 
@@ -208,11 +210,27 @@ class VllmEngine(Attached):
         self._desk.pause(holder, mode, clear)
 
     def wait_paused(self, holder: str, timeout: float) -> bool:
-        """See ``Engine``."""
-        return self._desk.wait(holder, timeout)
+        """See ``Engine``. Each time that it is not in force yet, the requests which that may wait for are counted."""
+        stands = self._desk.wait(holder, timeout)
+        if stands or not timeout:
+            self._in_flight = 0
+            return stands
+        try:
+            self._in_flight = self._driver.in_flight(COUNT_S)
+        except EngineError as e:
+            self._in_flight = 0
+            log.warning("generation does not stand still for %s yet, and its requests cannot be counted: %s", holder, e)
+        return False
+
+    @property
+    def running_requests(self) -> int:
+        """As counted while a pause waits for them; else 0, nobody asks vLLM."""
+        return self._in_flight
 
     def resume(self, holder: str) -> None:
         """See ``Engine``. The fence of a mixed engine stays whoever asks."""
+        if holder == "update":
+            self._in_flight = 0
         if holder == "dirty" and self.mixed():
             return
         self._desk.resume(holder)
