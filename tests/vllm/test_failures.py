@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from tests.inference_agent.server import Server, eventually
+from weightplane.controlplane.core import members
 from weightplane.trainer_agent import PublishError, UpdateFailed
 
 from .fleet import Fleet, tensors_of
@@ -109,6 +110,21 @@ def test_vllms_own_clients_are_refused_by_name(one: Fleet, folders: dict[str, Pa
     assert one.tokens("a") == golden["TB"]
     one.publish(folders["TA"])
     assert one.tokens("a") == golden["TA"]
+
+
+def test_who_is_paused_by_hand_is_not_routed_to(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    one.publish(folders["TA"])
+    server = one.servers["a"]
+    assert one.routable("a")
+    server.post("/pause?mode=keep")
+    eventually(lambda: not one.routable("a"), 10, "it is noticed")
+    said = members.routable(one.plane.state(one.group), one.replica("a"))
+    assert said == (True, False, False, "generation is paused by hand")
+    server.post("/resume")
+    eventually(lambda: one.routable("a"), 10, "it goes on")
+    one.publish(folders["TB"])
+    assert one.tokens("a") == golden["TB"] and one.routable("a")
+    assert one.log("a").count("stands still, paused by hand") == 1
 
 
 def asleep(one: Fleet) -> tuple[str, tuple[str, ...]]:

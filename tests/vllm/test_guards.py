@@ -195,6 +195,54 @@ def test_a_pause_by_hand_is_told_from_a_sleep(monkeypatch: pytest.MonkeyPatch) -
             e.prepare("u")
 
 
+def test_who_is_paused_by_hand_is_not_routed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take requests and answer none. A pause by order, which its end lets go, is none by hand."""
+    monkeypatch.setattr(attached, "_HAND_S", 0.1, raising=False)
+    driver = Pretended()
+    with engine(driver) as e, server() as plane:
+        agent = InferenceAgent(plane.address, "g", "r", e, transports=["grpc"]).start()
+
+        def told() -> tuple[str, ...]:
+            r = plane.state().replicas.get("r")
+            return r.pause_holders if r is not None and r.reported else ("?",)
+
+        try:
+            eventually(lambda: told() == (), 10, "it joins")
+            driver.paused = True
+            eventually(lambda: told() == ("hand",), 10, "it is noticed")
+            with Orders(plane.address, "g", "r").paused():
+                eventually(lambda: told() == ("operator",), 10, "one word for one pause")
+            assert not driver.paused
+            eventually(lambda: told() == (), 10, "it goes on")
+            driver.paused = True
+            eventually(lambda: told() == ("hand",), 10, "it is noticed again")
+            driver.paused = False
+            eventually(lambda: told() == (), 10, "it goes on by hand")
+        finally:
+            agent.stop()
+
+
+def test_a_pause_of_ours_that_ends_as_vllm_is_asked_is_none_by_hand() -> None:
+    """vLLM's word is older than our resume, which waits behind the question."""
+
+    class Slow(Pretended):
+        asked, answer = threading.Event(), threading.Event()
+
+        def is_paused(self, timeout: float) -> bool:
+            self.asked.set()
+            assert self.answer.wait(10)
+            return True
+
+    driver = Slow()
+    with engine(driver) as e:
+        assert driver.asked.wait(5)
+        e.pause("update", PauseMode.KEEP)
+        e.resume("update")
+        driver.answer.set()
+        time.sleep(0.5)
+        assert not e.paused_by_hand
+
+
 class LeftBehind(Pretended):
     """Paused, and its worker says who of an agent before held it."""
 

@@ -29,6 +29,7 @@ CALL_S = 30.0
 QUICK_S = 5.0
 _LOOK_S = 0.5
 _SAY_S = 30.0
+_HAND_S = 5.0  # vLLM's access log has a line of each look
 _NO_REASON = "it gives no reason"
 
 
@@ -75,6 +76,7 @@ class Attached(Engine):
         self._devices: tuple[WorkerDevice, ...] = ()
         self._update: EngineUpdate | None = None
         self._mixed = ""
+        self._by_hand, self._look_at = False, 0.0
         self._closed = threading.Event()
         self._desk = PauseDesk(driver, self._note_pause, lambda: bool(self.asleep()))
         self._listener = Listener(socket_dir, self._met)
@@ -131,6 +133,7 @@ class Attached(Engine):
             self._devices = tuple(WorkerDevice(k.hello.device, k.hello.uuid) for k in links)
             self._life = uuid.uuid4().hex
             self._update = None
+        self._by_hand, self._look_at = False, 0.0
         first = links[0].hello
         self.name = f"vllm {first.vllm} ({self._driver.name}, {len(links)} worker(s))"
         mixed = next((k.state.mixed for k in links if k.state.mixed), "")
@@ -183,6 +186,7 @@ class Attached(Engine):
                 if not lost:
                     waits = _Waits("its replica holds nothing meanwhile")
                     self._keep_held()
+                    self._look_by_hand()
                 elif not self._driver.alive(QUICK_S):
                     waits.say(self._driver)
                     continue
@@ -200,6 +204,21 @@ class Attached(Engine):
         holders = self._desk.holders
         if holders & {"dirty", "operator"} and not holders & {"update", "sleep"}:
             self._desk.restore(QUICK_S)
+
+    def _look_by_hand(self) -> None:
+        """Whether somebody else paused vLLM, every ``_HAND_S``. What cannot be told now stays as it was."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _HAND_S
+        try:
+            self._by_hand = self._desk.paused_by_hand(QUICK_S)
+        except (EngineError, TimeoutError) as e:
+            log.debug("vLLM did not tell whether it is paused: %s", e)
+
+    @property
+    def paused_by_hand(self) -> bool:
+        """See ``Engine``. (What is held by order stands still for that.)"""
+        return self._by_hand and not self._desk.holders
 
     def _hellos(self) -> list[Hello]:
         return [k.hello for k in self._attached]
@@ -238,6 +257,7 @@ class Attached(Engine):
             self._desk.again()
 
     def _note_pause(self, holders: tuple[str, ...]) -> None:
+        self._by_hand = False  # ours is in its place, and ends it
         for link in self._attached:
             link.post("paused_by", holders=list(holders))
 
