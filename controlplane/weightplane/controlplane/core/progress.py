@@ -78,7 +78,7 @@ def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held
     )
     if e.stage in (Stage.ABORTED, Stage.FAILED):
         new = replace(new, quiesced=True, unquiesced=False)
-    changed = new != part
+    changed = replace(new, drains=part.drains) != part  # that count is for the failure's text: no news for trainers
     u = tx.put_part(u, new)
     if not changed and e.failure is None:
         return
