@@ -10,7 +10,7 @@ import pytest
 from tests.core.harness import Group
 from weightplane.controlplane.core import events, progress, trainers
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.controlplane.core.states import Phase, Stage
+from weightplane.controlplane.core.states import Mode, PauseMode, Phase, Stage
 from weightplane.controlplane.core.update_state import Update
 
 UP = Failure(Reason.DEADLINE, "did not vote in time; was at joined")
@@ -237,3 +237,40 @@ def test_with_the_stream_taken_for_a_sign_of_life_the_replica_is_blamed(monkeypa
     g.sleep(9.5, beats=False)
     failure = ended(g).failure
     assert failure is not None and failure.member == "r0"
+
+
+@pytest.mark.parametrize("gives_up_first", [True, False])
+@pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
+def test_requests_that_a_pause_waits_for_are_said_to_be_why(mode: Mode, gives_up_first: bool) -> None:
+    """Whoever's clock is first: the replica that gives up has let its requests go on, and counts none any more."""
+    g = Group(replicas=2, modes=((mode,),)).fleet()
+    g.to(Phase.TRANSFERRING, update_timeout_s=10.0, pause=PauseMode.WAIT)
+    g.say(Stage.RECEIVED, "r0", bytes_received=8, pause_holders=("update",))
+    waits = Stage.RECEIVED if mode is Mode.STAGED else Stage.JOINED
+    for n in (7, 3):
+        g.report("r1", update_id="u1", stage=waits, running_requests=n)
+    g.sleep(g.s.open.prepare_deadline - g.now - 0.05)  # type: ignore[union-attr]
+    if gives_up_first:
+        g.report("r1", update_id="u1", stage=Stage.FAILED, failure=UP)
+    g.sleep(0.5)
+    failure = ended(g).failure
+    assert failure is not None and failure.reason is Reason.DEADLINE
+    said = "r1: generation does not stand still yet (pause=wait), 3 request(s) still in flight"
+    assert said in failure.message and "r0: generation" not in failure.message, failure
+
+
+def test_an_engine_that_tells_of_no_request_may_not_answer_at_all() -> None:
+    g = open_group(pause=PauseMode.WAIT)
+    g.say(Stage.RECEIVED)
+    g.sleep(9.5)
+    failure = ended(g).failure
+    assert failure is not None and "tells of no request in flight: does it answer?" in failure.message, failure
+
+
+def test_requests_that_no_pause_waits_for_are_not_said_to_be_why() -> None:
+    for pause, holders in ((PauseMode.KEEP, ()), (PauseMode.WAIT, ("update",))):
+        g = open_group(pause=pause)
+        g.say(Stage.RECEIVED, running_requests=3, pause_holders=holders)
+        g.sleep(9.5)
+        failure = ended(g).failure
+        assert failure is not None and "request" not in failure.message, failure

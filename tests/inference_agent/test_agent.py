@@ -636,6 +636,32 @@ def test_a_goodbye_is_leaving_not_lost(plane: Server, stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
+def test_requests_that_do_not_end_in_time_are_said_to_be_why(plane: Server, stack: ExitStack, mode: Mode) -> None:
+    pair = Pair(stack, plane)
+    pair.publish(1)
+    enough, running = threading.Event(), threading.Semaphore(0)
+
+    def generate() -> None:
+        with pair.engine.request():
+            running.release()
+            while not enough.wait(0.01):
+                with pair.engine.forward():
+                    pass
+
+    threads = [threading.Thread(target=generate, daemon=True) for _ in range(2)]
+    for t in threads:
+        t.start()
+    try:
+        assert all(running.acquire(timeout=5) for _ in threads)
+        text = outcome_of(pair, 2, mode=mode, pause=PauseMode.WAIT, timeout=3)
+        assert "generation does not stand still yet (pause=wait), 2 request(s) still in flight" in text, text
+    finally:
+        enough.set()
+        for t in threads:
+            t.join(5)
+
+
+@pytest.mark.parametrize("mode", [Mode.STAGED, Mode.IN_PLACE])
 def test_WAIT_drains_and_ABORT_returns_what_there_is(plane: Server, stack: ExitStack, mode: Mode) -> None:
     pair = Pair(stack, plane)
     pair.publish(1)

@@ -162,6 +162,12 @@ class VllmServer:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return json.loads(answer.read() or b"{}")
 
+    def running(self) -> int:
+        """How many requests it generates, by its metrics."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:num_requests_running{"))
+
     def generate(self, prompt: list[int], tokens: int = TOKENS, timeout: float = 60.0) -> list[int]:
         """Greedy tokens."""
         body = {

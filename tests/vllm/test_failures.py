@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from tests.inference_agent.server import Server, eventually
+from weightplane.controlplane.core import members
 from weightplane.trainer_agent import PublishError, UpdateFailed
 
 from .fleet import Fleet, tensors_of
@@ -95,20 +96,38 @@ def test_in_place_a_load_that_fails_is_no_commit(one: Fleet, folders: dict[str, 
 
 
 def test_vllms_own_clients_are_refused_by_name(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
-    """``is_checkpoint_format=False`` and other payloads of vLLM's own weight sync: an error, and nothing is harmed."""
+    """Not even begun, so that no end of it can name what vLLM generates by another version; and nothing is harmed."""
     one.publish(folders["TB"])
-    server = one.servers["a"]
-    for info in ({"names": ["x"], "is_checkpoint_format": False}, {"do": "patch"}):
-        server.post("/start_weight_update")
+    server, version = one.servers["a"], str(one.weights("a")[1])
+    for path, body in (
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"names": ["x"], "is_checkpoint_format": False}}),
+        ("/update_weights", {"update_info": {"do": "patch"}}),
+        ("/finish_weight_update", {"weight_version": "junk"}),
+    ):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            server.post("/update_weights", {"update_info": info})
+            server.post(path, body)
         assert refused.value.code in (400, 500)
-    for path in ("/finish_weight_update",):
-        with pytest.raises(urllib.error.HTTPError):
-            server.post(path, {"weight_version": None})
+        assert server.get("/weight_info")["weight_version"] == version, path
+    assert "publish instead of calling /start_weight_update by hand" in server.log.read_text()
     assert one.tokens("a") == golden["TB"]
     one.publish(folders["TA"])
     assert one.tokens("a") == golden["TA"]
+
+
+def test_who_is_paused_by_hand_is_not_routed_to(one: Fleet, folders: dict[str, Path], golden: Golden) -> None:
+    one.publish(folders["TA"])
+    server = one.servers["a"]
+    assert one.routable("a")
+    server.post("/pause?mode=keep")
+    eventually(lambda: not one.routable("a"), 10, "it is noticed")
+    said = members.routable(one.plane.state(one.group), one.replica("a"))
+    assert said == (True, False, False, "generation is paused by hand")
+    server.post("/resume")
+    eventually(lambda: one.routable("a"), 10, "it goes on")
+    one.publish(folders["TB"])
+    assert one.tokens("a") == golden["TB"] and one.routable("a")
+    assert one.log("a").count("stands still, paused by hand") == 1
 
 
 def asleep(one: Fleet) -> tuple[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
+from weightplane.inference_agent.engines.vllm import attached
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.async_llm import AsyncDriver
 from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, DriverTimeout, Label
@@ -193,6 +195,54 @@ def test_a_pause_by_hand_is_told_from_a_sleep(monkeypatch: pytest.MonkeyPatch) -
             e.prepare("u")
 
 
+def test_who_is_paused_by_hand_is_not_routed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take requests and answer none. A pause by order, which its end lets go, is none by hand."""
+    monkeypatch.setattr(attached, "_HAND_S", 0.1, raising=False)
+    driver = Pretended()
+    with engine(driver) as e, server() as plane:
+        agent = InferenceAgent(plane.address, "g", "r", e, transports=["grpc"]).start()
+
+        def told() -> tuple[str, ...]:
+            r = plane.state().replicas.get("r")
+            return r.pause_holders if r is not None and r.reported else ("?",)
+
+        try:
+            eventually(lambda: told() == (), 10, "it joins")
+            driver.paused = True
+            eventually(lambda: told() == ("hand",), 10, "it is noticed")
+            with Orders(plane.address, "g", "r").paused():
+                eventually(lambda: told() == ("operator",), 10, "one word for one pause")
+            assert not driver.paused
+            eventually(lambda: told() == (), 10, "it goes on")
+            driver.paused = True
+            eventually(lambda: told() == ("hand",), 10, "it is noticed again")
+            driver.paused = False
+            eventually(lambda: told() == (), 10, "it goes on by hand")
+        finally:
+            agent.stop()
+
+
+def test_a_pause_of_ours_that_ends_as_vllm_is_asked_is_none_by_hand() -> None:
+    """vLLM's word is older than our resume, which waits behind the question."""
+
+    class Slow(Pretended):
+        asked, answer = threading.Event(), threading.Event()
+
+        def is_paused(self, timeout: float) -> bool:
+            self.asked.set()
+            assert self.answer.wait(10)
+            return True
+
+    driver = Slow()
+    with engine(driver) as e:
+        assert driver.asked.wait(5)
+        e.pause("update", PauseMode.KEEP)
+        e.resume("update")
+        driver.answer.set()
+        time.sleep(0.5)
+        assert not e.paused_by_hand
+
+
 class LeftBehind(Pretended):
     """Paused, and its worker says who of an agent before held it."""
 
@@ -256,6 +306,45 @@ def test_a_pause_by_order_waits_for_the_control_plane_though_the_weights_are_a_m
 def test_a_vllm_that_does_not_answer_is_named_with_what_it_said() -> None:
     with pytest.raises(EngineError, match=r"GET http://127\.0\.0\.1:1/health: ConnectionRefusedError"):
         VllmEngine(HttpDriver(["http://127.0.0.1:1"]), start_timeout_s=0)
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_what_an_agent_waits_for_is_said_again_and_again(
+    at_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before vLLM answered there is no replica to show; one that died in the evening is still said at night."""
+    monkeypatch.setattr(attached, "_SAY_S", 0.05, raising=False)
+    monkeypatch.setattr(attached, "_LOOK_S", 0.02)
+    caplog.set_level("INFO", "weightplane.inference_agent")
+    driver = Pretended()
+    driver.trouble, up = "GET http://h:8000/health: refused", threading.Event()
+    monkeypatch.setattr(driver, "alive", lambda timeout: up.is_set())
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.getMessage().startswith("waiting for vLLM (pretended)")]
+
+    if not at_first:
+        up.set()
+    thread = threading.Thread(target=lambda: made.append(VllmEngine(driver, start_timeout_s=60)))
+    made: list[VllmEngine] = []
+    thread.start()
+    try:
+        if not at_first:
+            thread.join(10)
+            up.clear()
+            for k in made[0]._attached:
+                k.close()
+        eventually(lambda: len(said()) >= 3, 10, "it is said more than once")
+        assert re.search(r"since \d\d:\d\d:\d\d \(\d+ s, ", said()[-1]) and said()[-1].endswith("health: refused")
+        assert not at_first or "not in `weightplane status`" in said()[-1]
+        up.set()
+        eventually(
+            lambda: bool(made) and not any(k.lost for k in made[0]._attached), 10, "it attaches once vLLM answers"
+        )
+    finally:
+        up.set()
+        thread.join(10)
+        made[0].close()
 
 
 def test_a_vllm_without_weight_transfer_is_told_which_flag_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,6 +636,42 @@ def test_every_data_parallel_instance_is_called(two: list[Instance]) -> None:
     two[1].paused, two[0].paused = False, True
     assert not driver.is_paused(5), "one that runs is enough"
     driver.close()
+
+
+def test_requests_in_flight_are_those_of_every_instance(two: list[Instance], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's metrics name them; those that are queued wait for nobody's end, and no metric is no request."""
+    driver = HttpDriver([i.url for i in two])
+    line = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="%d",model_name="m"} %s\n'
+    text = line % (0, "2.0") + line % (1, "3.0") + 'vllm:num_requests_waiting{engine="0",model_name="m"} 9.0\n'
+    monkeypatch.setattr(driver, "_ask", lambda i, *_: text)
+    assert driver.in_flight(1) == 10
+    monkeypatch.setattr(driver, "_ask", lambda i, *_: "")
+    assert driver.in_flight(1) == 0
+    driver.close()
+
+
+def test_requests_are_counted_while_a_pause_waits_for_them_and_not_after() -> None:
+    class Drains(Pretended):
+        done, dead = threading.Event(), False
+
+        def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+            assert self.done.wait(10)
+
+        def in_flight(self, timeout: float) -> int:
+            if self.dead:
+                raise DriverTimeout("GET /metrics: no answer")
+            return 3
+
+    driver = Drains()
+    with engine(driver) as e:
+        e.pause("update", PauseMode.WAIT)
+        assert not e.wait_paused("update", 0.01) and e.running_requests == 3
+        driver.dead = True
+        assert not e.wait_paused("update", 0.01) and e.running_requests == 0, "it does not fail the pause"
+        driver.dead = False
+        assert not e.wait_paused("update", 0.01) and e.running_requests == 3
+        driver.done.set()
+        assert e.wait_paused("update", 5) and e.running_requests == 0
 
 
 def test_a_replica_of_two_instances_waits_for_the_workers_of_both() -> None:

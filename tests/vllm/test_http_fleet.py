@@ -337,3 +337,22 @@ def test_an_engine_that_restarts_is_caught_up_from_the_trainers_snapshot(
         assert all(pair.tokens(n) == golden["B"] for n in pair.servers)
         again = publisher.publish(step=pair.step + 1)
         assert {r.replica_id: r.state for r in again.replicas} == {"a": "READY", "b": "READY"}
+
+
+def test_requests_that_a_pause_waits_for_are_said_to_be_why(pair: Fleet, folders: dict[str, Path]) -> None:
+    """Two requests longer than the update may take: it fails by them, with their number; they and the next go on."""
+    pair.publish(folders["A"])
+    server = pair.servers["a"]
+    made: list[list[int]] = [[], []]
+    threads = [threading.Thread(target=lambda m=m: m.extend(server.stream([1, 7], LONGER))) for m in made]
+    for t in threads:
+        t.start()
+    try:
+        eventually(lambda: server.running() == 2, 60, "both are generated")
+        with pytest.raises(UpdateFailed, match=r"a: generation does not .* \(pause=wait\), 2 request\(s\) still"):
+            pair.publish(folders["B"], pause="wait", update_timeout=2.0)
+    finally:
+        for t in threads:
+            t.join(120)
+    assert [len(m) for m in made] == [LONGER, LONGER]
+    pair.publish(folders["B"], pause="wait")

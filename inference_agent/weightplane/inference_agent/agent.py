@@ -130,7 +130,8 @@ class InferenceAgent:
         self._auditor: Auditor | None = None
         self._state = core.ReplicaState(replica_id, "")
         self._life = ""
-        self._told: tuple[float, int] = (0.0, 0)
+        self._told: tuple[float, int, int] = (0.0, 0, -1)
+        self._by_hand = False
         self._beat_s, self._beat_at = 1.0, 0.0
 
     # --- the user's side
@@ -346,10 +347,12 @@ class InferenceAgent:
         assert self._ops is not None and self._session is not None
         landed = self._ops.landed
         report: Report = core.report_of(self._state, landed, self.engine.running_requests)
-        self._told = (time.monotonic(), landed)
+        self._told = (time.monotonic(), landed, self._drains())
         receipts = self._ops.receipts(report.update_id) if report.stage is Stage.PREPARED else ()
         held = self.engine.held()
-        self._session.publish(replace(report, held=held), receipts)
+        self._by_hand = self.engine.paused_by_hand
+        holders = (*report.pause_holders, "hand") if self._by_hand else report.pause_holders
+        self._session.publish(replace(report, held=held, pause_holders=tuple(sorted(holders))), receipts)
         if self._auditor is not None:
             self._auditor.holds(h.version for h in held)
 
@@ -373,10 +376,21 @@ class InferenceAgent:
             if self._session is not None and helper.silent and now - self._beat_at >= self._beat_s:
                 self._beat_at = now  # a process takes seconds to start on a busy machine, more than a lease may have
                 self._session.beat(self._ops.progress)
-        at, told = self._told
-        if self._ops.landed != told and time.monotonic() - at >= _PROGRESS_S:
+        if self.engine.paused_by_hand is not self._by_hand:
+            what = "goes on" if self._by_hand else "stands still, paused by hand: it is not routable until it goes on"
+            log.warning("replica %s: its engine %s", self.replica_id, what)
             self._state = replace(self._state, sequence=self._state.sequence + 1)
             self._report()
+        at, *told = self._told
+        if [self._ops.landed, self._drains()] != told and time.monotonic() - at >= _PROGRESS_S:
+            self._state = replace(self._state, sequence=self._state.sequence + 1)
+            self._report()
+
+    def _drains(self) -> int:
+        """How many requests the update under way waits for (pause WAIT); -1 if for none."""
+        t = self._state.taking
+        waits = t is not None and t.pause is PauseMode.WAIT and "update" in self._state.pausing
+        return self.engine.running_requests if waits else -1
 
     def _look_asleep(self) -> None:
         """Whether somebody else put the engine to sleep or woke it up, while no order of ours is under way."""

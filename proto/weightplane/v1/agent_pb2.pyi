@@ -636,7 +636,9 @@ class ReplicaReport(_message.Message):
 
     @_builtins.property
     def pause_holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Who holds generation paused: "operator", "trainer", "update", "dirty", "sleep"."""
+        """Who holds generation paused: "operator", "trainer", "update", "dirty", "sleep"; "hand": somebody
+        paused the engine itself.
+        """
 
     @_builtins.property
     def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -9,7 +9,7 @@ from .events import Compare, Report, Verified
 from .evolve import replace
 from .model import Held
 from .reasons import Failure, Reason
-from .states import Mode, Phase, Stage, Verify
+from .states import Mode, PauseMode, Phase, Stage, Verify
 from .tx import Tx
 from .update_state import Part, Update
 
@@ -72,12 +72,13 @@ def part_report(tx: Tx, u: Update, replica_id: str, e: Report, mixed: bool, held
         armed_seq=max(part.armed_seq, e.armed_seq),
         bytes_received=max(part.bytes_received, e.bytes_received),
         timings=e.timings,
+        drains=_drains(u, part, e),
         dirty=part.dirty or mixed,
         voted=part.voted or (Stage.PREPARED <= e.stage <= Stage.APPLIED and not part.excluded),
     )
     if e.stage in (Stage.ABORTED, Stage.FAILED):
         new = replace(new, quiesced=True, unquiesced=False)
-    changed = new != part
+    changed = replace(new, drains=part.drains) != part  # that count is for the failure's text: no news for trainers
     u = tx.put_part(u, new)
     if not changed and e.failure is None:
         return
@@ -316,9 +317,8 @@ def tick(tx: Tx) -> None:
     if over and u.options.at_least and len(ready) >= max(u.options.at_least, tx.state.policy.min_replicas):
         for p in u.active():
             if p not in ready:
-                failure = Failure(
-                    Reason.DEADLINE, f"not prepared in time ({p.stage.name})", p.replica_id, u.phase.value
-                )
+                text = f"not prepared in time ({p.stage.name})"
+                failure = Failure(Reason.DEADLINE, text, p.replica_id, u.phase.value)
                 u = tx.put_part(tx.state.open or u, replace(p, failure=failure))
                 _count_failure(tx, p.replica_id, failure)
                 exclude(tx, tx.state.open or u, p.replica_id)
@@ -337,10 +337,30 @@ def tick(tx: Tx) -> None:
     message = f"the prepare deadline passed in {u.phase}; waited for {who}"
     if last is not None:
         message += f"; {last.replica_id} is furthest behind, with {last.bytes_received} bytes"
+    held_up = [f"{p.replica_id}: {why}" for p in u.active() if not p.voted and (why := _held_up(p))]
+    message += "".join(f"; {text}" for text in held_up[:5])
     if sending:  # whether those take nothing or these send nothing cannot be told from here
         message += f"; trainer ranks {ranks} did not finish sending to them"
     member = last.replica_id if last is not None else ""
     ending.abort(tx, tx.state.open or u, Failure(Reason.DEADLINE, message, member, u.phase.value))
+
+
+def _drains(u: Update, part: Part, e: Report) -> int:
+    """``Part.drains`` by a report. Who gave up says nothing new: what it waited for did not end by that."""
+    if e.stage in (Stage.ABORTED, Stage.FAILED):
+        return part.drains
+    due = e.stage is Stage.RECEIVED or (part.mode is Mode.IN_PLACE and e.stage is Stage.JOINED and bool(u.calls))
+    waits = due and u.options.pause is PauseMode.WAIT and "update" not in e.pause_holders
+    return e.running_requests if waits else -1
+
+
+def _held_up(p: Part) -> str:
+    """By what a participant was kept from its vote, where that is its own requests; empty if not."""
+    if p.drains < 0:
+        return ""
+    n = p.drains
+    told = f"{n} request(s) still in flight" if n else "its engine tells of no request in flight: does it answer?"
+    return f"generation does not stand still yet (pause=wait), {told}"
 
 
 def _due(u: Update, p: Part) -> int:

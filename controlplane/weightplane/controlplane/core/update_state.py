@@ -40,7 +40,8 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class Part:
-    """One participant in an update. ``channels``: by which its bytes come, one for each worker, by worker index."""
+    """One participant in an update. ``channels``: by which its bytes come, one for each worker, by worker index.
+    ``drains``: how many requests it said it waits for before it votes (pause WAIT); -1: it waits for none."""
 
     replica_id: str
     incarnation: str
@@ -50,6 +51,7 @@ class Part:
     stage: Stage = Stage.NONE
     armed_seq: int = 0
     bytes_received: int = 0
+    drains: int = -1
     verified: bool = False
     voted: bool = False
     excluded: bool = False

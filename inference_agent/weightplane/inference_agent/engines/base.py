@@ -251,6 +251,11 @@ class Engine(ABC):
         """Who holds generation paused."""
 
     @property
+    def paused_by_hand(self) -> bool:
+        """Whether generation stands still though nobody here holds it: no router is to send anything. Default: no."""
+        return False
+
+    @property
     def running_requests(self) -> int:
         """Requests in flight."""
         return 0

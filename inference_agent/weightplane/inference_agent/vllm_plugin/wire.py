@@ -41,7 +41,7 @@ __all__ = [
     "same_user",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 MOST = 1 << 30  # bytes of one frame
 _HEAD = 4

@@ -38,13 +38,14 @@ from ..base import (
     WorkerDevice,
 )
 from .attached import CALL_S, QUICK_S, Attached
-from .drivers import Driver, DriverTimeout
+from .drivers import Driver, DriverTimeout, Label
 from .remote import open_worker
 
 __all__ = ["VllmEngine"]
 
 log = logging.getLogger("weightplane.inference_agent")
 
+COUNT_S = 1.0  # for vLLM to tell its requests: a pause that is in force is noticed so much later
 ENTER_S = 20.0  # for vLLM to pass a call on to its workers
 
 
@@ -73,6 +74,7 @@ class VllmEngine(Attached):
         self._apply_s, self._direct = apply_timeout_s, direct
         self._read_back = False  # the update under way shows what lies in live memory
         self._loads: tuple[Mapping[str, Any], ...] = ()
+        self._in_flight = 0
         self._streaming: Future[None] | None = None  # in place: vLLM's call that loads what comes
         super().__init__(driver, socket_dir, max_host_bytes, start_timeout_s, frozen_draft)
 
@@ -171,7 +173,30 @@ class VllmEngine(Attached):
         if all(a["known"] for a in self._each("knows", CALL_S, manifest_id=manifest.id)):
             return
         self._each("manifest", CALL_S, manifest=manifest_json(manifest))
-        self._driver.update({"do": "survey", "manifest_id": manifest.id}, lambda: None, self._apply_s)
+        self._announce()
+        self._call({"do": "survey", "manifest_id": manifest.id}, lambda: None)
+
+    def _announce(self) -> None:
+        """The workers let vLLM's update begin (nobody else's), until ``_call`` is over."""
+        try:
+            self._each("expect", CALL_S, by=1)
+        except BaseException:
+            self._retract()
+            raise
+
+    def _retract(self) -> None:
+        for link in self._attached:
+            try:
+                link.call("expect", QUICK_S, by=-1)
+            except EngineError as e:
+                log.debug("worker %d does not know yet that vLLM's call is over: %s", link.hello.rank, e)
+
+    def _call(self, info: Mapping[str, Any], label: Label) -> None:
+        """Have vLLM do one thing on every worker's main thread. It was announced."""
+        try:
+            self._driver.update(info, label, self._apply_s)
+        finally:
+            self._retract()
 
     # --- workers elsewhere
 
@@ -208,11 +233,27 @@ class VllmEngine(Attached):
         self._desk.pause(holder, mode, clear)
 
     def wait_paused(self, holder: str, timeout: float) -> bool:
-        """See ``Engine``."""
-        return self._desk.wait(holder, timeout)
+        """See ``Engine``. Each time that it is not in force yet, the requests which that may wait for are counted."""
+        stands = self._desk.wait(holder, timeout)
+        if stands or not timeout:
+            self._in_flight = 0
+            return stands
+        try:
+            self._in_flight = self._driver.in_flight(COUNT_S)
+        except EngineError as e:
+            self._in_flight = 0
+            log.warning("generation does not stand still for %s yet, and its requests cannot be counted: %s", holder, e)
+        return False
+
+    @property
+    def running_requests(self) -> int:
+        """As counted while a pause waits for them; else 0, nobody asks vLLM."""
+        return self._in_flight
 
     def resume(self, holder: str) -> None:
         """See ``Engine``. The fence of a mixed engine stays whoever asks."""
+        if holder == "update":
+            self._in_flight = 0
         if holder == "dirty" and self.mixed():
             return
         self._desk.resume(holder)
@@ -322,6 +363,7 @@ class VllmEngine(Attached):
         if self._streaming is not None:
             return  # another call of the same update
         self._check_paused()
+        self._announce()  # here: the workers' data threads wait for what comes as soon as they are told to
         future = self._streaming = Future()
 
         def label() -> str | None:
@@ -329,7 +371,7 @@ class VllmEngine(Attached):
 
         def work() -> None:
             try:
-                self._driver.update({"do": "stream", "update_id": update_id}, label, self._apply_s)
+                self._call({"do": "stream", "update_id": update_id}, label)
             except Exception as e:
                 future.set_exception(e)
             else:
@@ -375,7 +417,8 @@ class VllmEngine(Attached):
         self._check_awake()
         self._check_paused()
         self._mixed = f"update {update_id} is being applied"
-        self._driver.update({"do": "apply", "update_id": update_id}, lambda: str(u.version), self._apply_s)
+        self._announce()
+        self._call({"do": "apply", "update_id": update_id}, lambda: str(u.version))
         self._loads = tuple(self._each("applied", CALL_S, update_id=update_id))
 
     def commit(self, update_id: str) -> None:

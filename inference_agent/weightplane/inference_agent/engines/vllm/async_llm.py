@@ -68,6 +68,10 @@ class AsyncDriver(Driver):
         """See ``Driver``."""
         return bool(self._run("is_paused", self._llm.is_paused, timeout))
 
+    def in_flight(self, timeout: float) -> int:
+        """See ``Driver``. Counted in this process: nobody is asked."""
+        return int(self._llm.output_processor.get_num_unfinished_requests())
+
     def is_sleeping(self, timeout: float) -> bool:
         """See ``Driver``."""
         return bool(self._run("is_sleeping", self._llm.is_sleeping, timeout))

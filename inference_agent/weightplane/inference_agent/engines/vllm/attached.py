@@ -28,6 +28,31 @@ log = logging.getLogger("weightplane.inference_agent")
 CALL_S = 30.0
 QUICK_S = 5.0
 _LOOK_S = 0.5
+_SAY_S = 30.0
+_HAND_S = 5.0  # vLLM's access log has a line of each look
+_NO_REASON = "it gives no reason"
+
+
+class _Waits:
+    """Says every ``_SAY_S`` that vLLM does not answer, and since when: who looks at night sees it nowhere else."""
+
+    def __init__(self, about: str) -> None:
+        self._about, self._began, self._next = about, time.monotonic(), 0.0
+        self._since = time.strftime("%H:%M:%S")
+
+    @property
+    def seconds(self) -> float:
+        """How long it waits."""
+        return time.monotonic() - self._began
+
+    def say(self, driver: Driver) -> None:
+        """``driver`` did not answer."""
+        if time.monotonic() < self._next:
+            return
+        level = logging.WARNING if self._next else logging.INFO
+        self._next = time.monotonic() + _SAY_S
+        text = "waiting for vLLM (%s) since %s (%.0f s, %s): %s"
+        log.log(level, text, driver.name, self._since, self.seconds, self._about, driver.trouble or _NO_REASON)
 
 
 class Attached(Engine):
@@ -51,6 +76,7 @@ class Attached(Engine):
         self._devices: tuple[WorkerDevice, ...] = ()
         self._update: EngineUpdate | None = None
         self._mixed = ""
+        self._by_hand, self._look_at = False, 0.0
         self._closed = threading.Event()
         self._desk = PauseDesk(driver, self._note_pause, lambda: bool(self.asleep()))
         self._listener = Listener(socket_dir, self._met)
@@ -64,14 +90,11 @@ class Attached(Engine):
     # --- the workers' sessions
 
     def _attach_first(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        said = False
+        waits = _Waits(f"up to {timeout:.0f} s; until it answers this replica is not in `weightplane status`")
         while not self._driver.alive(QUICK_S):
-            if not said:
-                log.info("waiting for vLLM (%s), up to %.0f s: %s", self._driver.name, timeout, self._driver.trouble)
-                said = True
-            if time.monotonic() >= end:
-                why = self._driver.trouble or "it gives no reason"
+            waits.say(self._driver)
+            if waits.seconds >= timeout:
+                why = self._driver.trouble or _NO_REASON
                 raise EngineError(f"vLLM ({self._driver.name}) does not answer after {timeout:.0f} s: {why}")
             if self._closed.wait(_LOOK_S):
                 raise EngineError("closed while waiting for vLLM")
@@ -110,6 +133,7 @@ class Attached(Engine):
             self._devices = tuple(WorkerDevice(k.hello.device, k.hello.uuid) for k in links)
             self._life = uuid.uuid4().hex
             self._update = None
+        self._by_hand, self._look_at = False, 0.0
         first = links[0].hello
         self.name = f"vllm {first.vllm} ({self._driver.name}, {len(links)} worker(s))"
         mixed = next((k.state.mixed for k in links if k.state.mixed), "")
@@ -155,13 +179,16 @@ class Attached(Engine):
 
     def _watch(self) -> None:
         """Attach again when vLLM is back. A worker that merely lost its session keeps what it holds."""
-        said = ""
+        said, waits = "", _Waits("its replica holds nothing meanwhile")
         while not self._closed.wait(_LOOK_S):
             lost = any(k.lost for k in self._attached)
             try:
                 if not lost:
+                    waits = _Waits("its replica holds nothing meanwhile")
                     self._keep_held()
+                    self._look_by_hand()
                 elif not self._driver.alive(QUICK_S):
+                    waits.say(self._driver)
                     continue
                 else:
                     self._attach()
@@ -177,6 +204,21 @@ class Attached(Engine):
         holders = self._desk.holders
         if holders & {"dirty", "operator"} and not holders & {"update", "sleep"}:
             self._desk.restore(QUICK_S)
+
+    def _look_by_hand(self) -> None:
+        """Whether somebody else paused vLLM, every ``_HAND_S``. What cannot be told now stays as it was."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _HAND_S
+        try:
+            self._by_hand = self._desk.paused_by_hand(QUICK_S)
+        except (EngineError, TimeoutError) as e:
+            log.debug("vLLM did not tell whether it is paused: %s", e)
+
+    @property
+    def paused_by_hand(self) -> bool:
+        """See ``Engine``. (What is held by order stands still for that.)"""
+        return self._by_hand and not self._desk.holders
 
     def _hellos(self) -> list[Hello]:
         return [k.hello for k in self._attached]
@@ -215,6 +257,7 @@ class Attached(Engine):
             self._desk.again()
 
     def _note_pause(self, holders: tuple[str, ...]) -> None:
+        self._by_hand = False  # ours is in its place, and ends it
         for link in self._attached:
             link.post("paused_by", holders=list(holders))
 

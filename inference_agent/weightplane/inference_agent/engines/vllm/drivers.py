@@ -71,6 +71,10 @@ class Driver(ABC):
     def is_paused(self, timeout: float) -> bool:
         """Whether every instance is paused."""
 
+    def in_flight(self, timeout: float) -> int:
+        """How many requests are not done. Default: it does not tell, which is 0."""
+        return 0
+
     @abstractmethod
     def is_sleeping(self, timeout: float) -> bool:
         """Whether any instance sleeps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ __all__ = ["HttpDriver"]
 
 _MOST_BODY = 1 << 20
 _MOST_SHOWN = 500
+_REQUESTS = re.compile(r"^vllm:num_requests_running(?:\{[^}\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 class HttpDriver(Driver):
@@ -84,6 +86,11 @@ class HttpDriver(Driver):
     def is_paused(self, timeout: float) -> bool:
         """See ``Driver``."""
         return all(a.get("is_paused") is True for a in self._all("GET", "/is_paused", timeout))
+
+    def in_flight(self, timeout: float) -> int:
+        """See ``Driver``. Those that run, from its metrics, which ``--disable-log-stats`` takes away."""
+        told = self._each(lambda i: self._ask(i, "GET", "/metrics", timeout))
+        return sum(int(float(n)) for text in told for n in _REQUESTS.findall(text))
 
     def is_sleeping(self, timeout: float) -> bool:
         """See ``Driver``."""
@@ -155,6 +162,15 @@ class HttpDriver(Driver):
 
     def _call(self, i: int, method: str, path: str, timeout: float, body: Any = None) -> dict[str, Any]:
         """One request to one instance; its JSON answer (an empty one if it has none)."""
+        text = self._ask(i, method, path, timeout, body)
+        try:
+            answer = json.loads(text) if text else {}
+        except ValueError:
+            answer = {}
+        return answer if isinstance(answer, dict) else {}
+
+    def _ask(self, i: int, method: str, path: str, timeout: float, body: Any = None) -> str:
+        """One request to one instance; what it answered."""
         u = self._urls[i]
         where = f"{method} {u.scheme}://{u.netloc}{path.partition('?')[0]}"
         kind = http.client.HTTPSConnection if u.scheme == "https" else http.client.HTTPConnection
@@ -173,11 +189,7 @@ class HttpDriver(Driver):
             connection.close()
         if response.status != 200:
             raise DriverError(f"{where}: HTTP {response.status}: {text[:_MOST_SHOWN]}")
-        try:
-            answer = json.loads(text) if text else {}
-        except ValueError:
-            answer = {}
-        return answer if isinstance(answer, dict) else {}
+        return text
 
 
 def _left(end: float) -> float:

@@ -98,6 +98,10 @@ class OfflineDriver(Driver):
         """See ``Driver``."""
         return bool(self._run("is_paused", self._llm.llm_engine.is_sleeping, timeout))
 
+    def in_flight(self, timeout: float) -> int:
+        """See ``Driver``. Counted in this process: nobody is asked."""
+        return int(self._llm.llm_engine.get_num_unfinished_requests())
+
     def is_sleeping(self, timeout: float) -> bool:
         """See ``Driver``."""
         return bool(self._run("is_sleeping", self._llm.llm_engine.is_sleeping, timeout))

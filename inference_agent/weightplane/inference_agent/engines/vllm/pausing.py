@@ -131,6 +131,20 @@ class PauseDesk:
 
         return bool(self._calls.submit(work).result())
 
+    def paused_by_hand(self, timeout: float) -> bool:
+        """Whether vLLM stands still, awake, though nobody holds it. Raises what vLLM answers, and ``TimeoutError``."""
+
+        def work() -> bool:  # in the queue of calls: a resume of ours is behind us, or done
+            with self._cond:
+                number = self._number
+                if self._holds or self._asleep():
+                    return False
+            paused = self._driver.is_paused(timeout)
+            with self._cond:
+                return paused and not self._holds and self._number == number and not self._asleep()
+
+        return bool(self._calls.submit(work).result(_CALL_S))
+
     def cleared(self, holder: str) -> bool:
         """Whether the cache is empty since its hold is in force."""
         with self._cond:
