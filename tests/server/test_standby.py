@@ -19,7 +19,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.cli.fleet import ROOT
+from tests.cli.checkpoints import tiny
+from tests.cli.fleet import ROOT, weightplane
 from weightplane.controlplane.store import StoreHeld
 from weightplane.controlplane.store.sqlite import SqliteStore
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
@@ -107,6 +108,31 @@ def test_the_second_stands_by_and_takes_over_from_one_that_is_killed(start: Call
     second.until(second.leads)
     assert second.ready()[1]["epoch"] == 2 and second.groups() == []
     assert second.log.read_text().count("stands by") == 1
+
+
+def test_who_dials_the_one_that_stands_by_hears_its_words(start: Callable[..., Plane], tmp_path: Path) -> None:
+    """Not that nobody answers and one is to be started: a third would stand by, too."""
+    first = start("first")
+    first.until(first.leads)
+    second = start("second")
+    second.until(second.stands_by)
+    words = f"(pid {first.process.pid} on {socket.gethostname()}) leads on this store; this one stands by"
+    for command in (["status"], ["watch", "-g", "g"], ["doctor"]):
+        done = weightplane(*command, "-a", second.listen, env={"COLUMNS": "900"})
+        text = done.stdout + done.stderr
+        assert done.returncode == 3 and words in text and "name the control plane that leads" in text, text
+        assert "no control plane answers" not in text and "start one" not in text, text
+    checkpoint = tiny(tmp_path / "one.safetensors", 1.0)
+    options = json.dumps(str(checkpoint))
+    agent = [sys.executable, "-m", "weightplane.cli", "inference-agent", "-a", second.listen, "-g", "g"]
+    agent += ["--replica-id", "a", "--engine", "tests.cli.blank_engine:make", "--engine-option", f"path={options}"]
+    with subprocess.Popen(agent, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if second.listen in line and "WARNING" in line)
+        finally:
+            process.terminate()
+    assert f"{second.listen} does not lead" in line and words in line and "start one" not in line, line
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

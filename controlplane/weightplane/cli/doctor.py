@@ -105,7 +105,7 @@ def _control_plane(check: Any, address: str, group: str) -> bool:
     from weightplane.v1 import fleet_pb2
     from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
 
-    from .client import START_ONE, open_channel, words
+    from .client import LEADS, START_ONE, open_channel, said_of, words
 
     with open_channel(address) as channel:
         stub = FleetServiceStub(channel)
@@ -121,7 +121,8 @@ def _control_plane(check: Any, address: str, group: str) -> bool:
         except grpc.RpcError as error:
             silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
             answers = isinstance(error, grpc.Call) and error.code() not in silent
-            todo = "the message says what it refuses" if answers else START_ONE
+            todo = LEADS if said_of(error)[0] else START_ONE
+            todo = "the message says what it refuses" if answers else todo
             check("control plane", False, f"{address}: {words(error)}", todo)
             return answers
     return True
