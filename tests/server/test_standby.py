@@ -20,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.cli.checkpoints import tiny
-from tests.cli.fleet import ROOT, weightplane
+from tests.cli.fleet import ROOT, Launched, weightplane
 from weightplane.controlplane.store import StoreHeld
 from weightplane.controlplane.store.sqlite import SqliteStore
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
@@ -86,6 +86,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Plane]]:
         p.process.wait()
 
 
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    processes = Launched(tmp_path)
+    yield processes
+    processes.stop()
+
+
 def test_the_second_stands_by_and_takes_over_from_one_that_is_killed(start: Callable[..., Plane]) -> None:
     first = start("first")
     first.until(first.leads)
@@ -133,6 +140,34 @@ def test_who_dials_the_one_that_stands_by_hears_its_words(start: Callable[..., P
         finally:
             process.terminate()
     assert f"{second.listen} does not lead" in line and words in line and "start one" not in line, line
+
+
+def test_a_publish_waits_for_the_one_that_stands_by_to_lead(
+    start: Callable[..., Plane], launched: Launched, tmp_path: Path
+) -> None:
+    first = start("first")
+    first.until(first.leads)
+    second = start("second")
+    second.until(second.stands_by)
+    checkpoint = tiny(tmp_path / "one.safetensors", 1.0)
+    command = [sys.executable, "-m", "weightplane.cli", "publish", str(checkpoint), "-g", "g"]
+    command += ["-a", second.listen, "--wait", "60"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as publish:
+        try:
+            assert publish.stderr is not None
+            assert "this one stands by" in next(line for line in publish.stderr if line.startswith("still waiting"))
+            first.process.kill()
+            engine = [
+                "--engine",
+                "tests.cli.blank_engine:make",
+                "--engine-option",
+                f"path={json.dumps(str(checkpoint))}",
+            ]
+            launched.start("a", "inference-agent", "-a", second.listen, "-g", "g", "--replica-id", "a", *engine)
+            _, said = publish.communicate(timeout=60)
+            assert publish.returncode == 0, said
+        finally:
+            publish.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

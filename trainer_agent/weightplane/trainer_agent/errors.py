@@ -128,11 +128,14 @@ class OutcomeUnknown(UpdateFailed):
 
 
 class Unanswered(Exception):
-    """A call got no answer (its time ran out, or the connection broke): the outcome is not known. Internal."""
+    """A call got no answer (its time ran out, or the connection broke): the outcome is not known. Internal.
 
-    def __init__(self, method: str, code: grpc.StatusCode, text: str) -> None:
+    ``said``: the words of a control plane that does not lead, if there are any.
+    """
+
+    def __init__(self, method: str, code: grpc.StatusCode, text: str, said: str = "") -> None:
         super().__init__(f"{method}: {code.name}: {text}")
-        self.method, self.code = method, code
+        self.method, self.code, self.said = method, code, said
 
 
 class RpcRefused(Exception):
@@ -164,6 +167,8 @@ def error_from_rpc(method: str, error: grpc.RpcError) -> RpcRefused | Unanswered
     failure = common_pb2.Failure()
     update = update_pb2.UpdateInfo()
     has_info, has_failure, has_update = (_unpack(details, m) for m in (info, failure, update))
+    if code is grpc.StatusCode.UNAVAILABLE and (has_info or has_failure):  # it does not lead: another does, or will
+        return Unanswered(method, code, text, failure.message or text)
     if has_failure:
         return RpcRefused(method, failure_from_proto(failure), update if has_update else None, code)
     if has_info and info.reason in Reason.__members__:
