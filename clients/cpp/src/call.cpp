@@ -65,7 +65,8 @@ std::shared_ptr<grpc::Channel> dial(const std::string &address, const Identity &
 
 ControlPlane::ControlPlane(const std::string &address, const Identity &identity)
     : channel_(dial(address, identity)), stub_(weightplane::v1::WeightTransferService::NewStub(channel_)),
-      agents_(weightplane::v1::AgentService::NewStub(channel_)), secure_(!identity.ca.empty()), token_(identity.token),
+      agents_(weightplane::v1::AgentService::NewStub(channel_)),
+      fleet_(weightplane::v1::FleetService::NewStub(channel_)), secure_(!identity.ca.empty()), token_(identity.token),
       address_(address) {}
 
 std::string ControlPlane::advice(grpc::StatusCode code) const {
