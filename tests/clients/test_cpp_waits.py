@@ -62,7 +62,7 @@ def test_as_many_replicas_as_it_is_told_are_waited_for(launched: Launched, tmp_p
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("program", ["c++"])
+@pytest.mark.parametrize("program", ["c++", "weightplane publish"])
 def test_a_dead_trainers_hold_is_waited_for(launched: Launched, tmp_path: Path, program: str) -> None:
     path, fleet = tiny(tmp_path / "one.safetensors", 1.0), Fleet(launched)
     fleet.replica("a", path)

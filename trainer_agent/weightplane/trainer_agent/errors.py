@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,8 @@ __all__ = [
     "failure_from_proto",
 ]
 
+_ENDS_IN = re.compile(r"its lease ends in ([0-9.]+) s")  # the coordinator's words
+
 
 class PublishError(RuntimeError):
     """Base of all that a Publisher raises for reasons outside the caller's code. ``failure``: what and why."""
@@ -50,6 +53,12 @@ class CallRefused(PublishError):
 
 class TrainerHeld(CallRefused):
     """Another trainer holds the group and its lease lives. Wait, or ask with ``takeover=True``."""
+
+    @property
+    def ends_in(self) -> float | None:
+        """Seconds until the lease ends unless it is renewed; ``None`` if it holds for as long as a connection does."""
+        found = _ENDS_IN.search(self.failure.message)
+        return float(found[1]) if found is not None else None
 
 
 class TrainerFenced(PublishError):
