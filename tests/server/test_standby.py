@@ -53,6 +53,8 @@ def test_the_second_stands_by_and_takes_over_from_one_that_is_killed(start: Call
     second.until(lambda: second.ready("/livez")[0] == 200)
     status, said = second.ready()
     assert status == 503 and f"(pid {first.process.pid} on {socket.gethostname()}) leads" in said["reason"]
+    status, said = second.ready("/metrics")
+    assert status == 503 and "this one stands by" in said["reason"]  # no metrics of groups that it does not have
     with grpc.insecure_channel(second.listen) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         health = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
