@@ -35,11 +35,11 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def a_dead_trainer_holds(fleet: Fleet) -> None:
+def a_dead_trainer_holds(fleet: Fleet, takeover: bool = False) -> None:
     """Its lease goes on for the TTL, and nobody renews it."""
     offers = [transport_pb2.Rendezvous(transport="grpc", grpc=transport_pb2.GrpcRendezvous())]
     asked = wt.InitTransferRequest(group="g", trainer_id="dead", incarnation="1", world_size=1, host_id="h")
-    asked.request_id = uuid.uuid4().hex
+    asked.request_id, asked.takeover = uuid.uuid4().hex, takeover
     asked.offers.extend(offers)
     with fleet.viewer() as channel:
         wt_grpc.WeightTransferServiceStub(channel).InitTransfer(asked, timeout=10)
@@ -96,7 +96,7 @@ def test_a_trainer_that_is_fenced_says_so_and_nothing_else(launched: Launched, t
     assert fleet.publish("--file", str(one), "--transport", "grpc")["version"] == 1
     with started(fleet.command("--file", str(two), "--transport", "grpc")) as trainer:
         eventually(lambda: fleet.sends(2), "it sends")
-        fleet.publish("--file", str(two), "--takeover", "--wait", "40")
+        a_dead_trainer_holds(fleet, takeover=True)
         _, told = trainer.communicate(timeout=30)
     assert trainer.returncode == 5 and told.count("\n") == 1 and "TRAINER_FENCED" in told, told
 
@@ -130,3 +130,14 @@ def test_a_control_plane_that_stands_by_is_waited_for_until_it_leads(launched: L
         for plane in planes:
             plane.process.kill()
             plane.process.wait()
+
+
+def test_a_port_that_is_not_gRPCs_is_told_as_such(launched: Launched, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "one.safetensors", 1.0)
+    ports = ["--gateway", "127.0.0.1:0", "--probes", "127.0.0.1:0"]
+    plane = launched.start("plane", "controlplane", "--listen", "127.0.0.1:0", "--store", "memory:", *ports)
+    for port in ("gateway", "probes"):
+        command = [str(PROGRAM), "--address", plane[port], "--group", "g", "--file", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 3 and f"what answers at {plane[port]} is not gRPC" in done.stdout, done
+        assert "start one" not in done.stdout

@@ -69,7 +69,7 @@ public:
                 continue;
             }
             if (status.error_code() != grpc::StatusCode::UNAVAILABLE || again >= last)
-                throw Unanswered(method, status, advice(status.error_code()));
+                throw Unanswered(method, status, advice(status));
             stop.sleep_until(again);
         }
     }
@@ -90,7 +90,7 @@ private:
     }
 
     // What to try where nobody answers.
-    std::string advice(grpc::StatusCode code) const;
+    std::string advice(const grpc::Status &status) const;
 
     std::shared_ptr<grpc::Channel> channel_;
     std::unique_ptr<Stub> stub_;

@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 
 from weightplane.controlplane.dial import Dial, PlaintextRefused
 from weightplane.controlplane.grpc_close import close_channels
-from weightplane.controlplane.handshake import trouble
+from weightplane.controlplane.handshake import NO_GRPC, trouble
 from weightplane.v1.agent_pb2_grpc import AgentServiceStub
 from weightplane.v1.common_pb2 import Failure as FailureMessage
 from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
@@ -232,7 +232,8 @@ def _explain(error: grpc.RpcError, address: str, as_json: bool, group: str) -> E
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
         found = trouble(dial(address))
         text = f"no control plane answers at {address}: {found or text}"
-        advice = START_ONE if not found else "docs/security.md tells how TLS is turned on, and what each refusal means"
+        tls = "docs/security.md tells how TLS is turned on, and what each refusal means"
+        advice = {"": START_ONE, NO_GRPC: ""}.get(found, tls)
     else:
         advice = _ADVICE.get(reason, "").format(group=group or "GROUP")
     if as_json:

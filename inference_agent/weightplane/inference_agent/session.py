@@ -79,7 +79,7 @@ class _Trouble:
                 "%s: the control plane at %s does not lead: %s; %s; %s", self._who, self._address, text, who, again
             )
         elif code is grpc.StatusCode.UNAVAILABLE and (found := trouble(self._dial)):
-            log.error("%s: no TLS with the control plane at %s: %s; %s", self._who, self._address, found, again)
+            log.error("%s: no connection to the control plane at %s: %s; %s", self._who, self._address, found, again)
         elif code is grpc.StatusCode.UNAVAILABLE:
             where = "start one (weightplane controlplane), or name its address (--address or WEIGHTPLANE_ADDRESS)"
             log.warning("%s: no control plane answers at %s: %s: %s; %s", self._who, self._address, text, where, again)
