@@ -229,7 +229,7 @@ def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishe
     )
     try:
         eventually(lambda: fleet.sends(2), "it sends")
-        held = fleet.publish("--file", str(two), code=4)
+        held = fleet.publish("--file", str(two), code=4)  # it lives: it renews its lease meanwhile
         assert held["reason"] == "TRAINER_HELD" and "--takeover" in held["message"], held
         assert "InitTransfer" not in held["message"]
         os.kill(trainer.pid, number)

@@ -19,6 +19,7 @@ from tests.cli.checkpoints import tiny
 from tests.cli.fleet import Launched
 from tests.cli.test_publish_checkpoint import checkpoint
 from tests.clients.needs import NODE
+from tests.server.planes import Plane
 from weightplane.trainer_agent.sources_safetensors import SafetensorsSource
 from weightplane.transports.dtypes import as_bytes
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, update_pb2
@@ -123,6 +124,25 @@ def test_what_is_wrong_is_said_in_a_line_with_the_commands_exit_codes(launched: 
     nobody = node("publish", "127.0.0.1:1", "--file", str(path))
     assert nobody.returncode == 3 and "no control plane answers" in nobody.stderr
     assert node("drain", address, "--replica", "r9").returncode == 7
+
+
+def test_who_dials_a_control_plane_that_stands_by_hears_its_words(tmp_path: Path) -> None:
+    path, planes = tiny(tmp_path / "one.safetensors", 1.0), [Plane(tmp_path / "store.db", "first")]
+    try:
+        planes[0].until(planes[0].leads)
+        planes.append(Plane(tmp_path / "store.db", "second"))
+        planes[1].until(planes[1].stands_by)
+        for words in (
+            ["publish", planes[1].listen, "--file", str(path)],
+            ["drain", planes[1].listen, "--replica", "r"],
+        ):
+            done = node(*words)
+            assert done.returncode == 3 and "this one stands by" in done.stderr, done
+            assert "no control plane answers" not in done.stderr
+    finally:
+        for plane in planes:
+            plane.process.kill()
+            plane.process.wait()
 
 
 def test_a_command_line_that_is_wrong_is_told_before_anybody_is_dialled(tmp_path: Path) -> None:

@@ -11,15 +11,30 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.cli.fleet import weightplane
 from tests.server.by_http import FLEET, TRANSFER, bearer, eventually, gated, post, tokens
 from tests.server.certificates import HAS_OPENSSL, authority, certificate
-from tests.server.scripted import Trainer, dial, digest_of, fleet, offer, reason_of
+from tests.server.scripted import Trainer, dial, digest_of, fleet, offer, reason_of, server
+from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.handshake import NO_GRPC, trouble
 from weightplane.controlplane.server import gateway_call
-from weightplane.controlplane.server.app import Running
+from weightplane.controlplane.server.app import Running, ServerConfig
 from weightplane.controlplane.server.authorisation import RPC_TABLE
 from weightplane.controlplane.server.security import Role, Security, Tls
+from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 from weightplane.v1 import weight_transfer_pb2 as wt
+
+
+async def test_who_dials_its_port_or_that_of_probes_by_gRPC_is_told_so() -> None:
+    async with server(ServerConfig(MemoryStore(), gateway="127.0.0.1:0", probes="127.0.0.1:0")) as running:
+        for address in (running.gateway, running.probes):
+            for command in ("status", "doctor"):
+                done = await asyncio.to_thread(weightplane, command, "-a", address, env={"COLUMNS": "900"})
+                said = done.stdout + done.stderr
+                assert done.returncode == 3 and NO_GRPC in said and "start one" not in said, said
+        assert await asyncio.to_thread(trouble, Dial(running.address)) == ""
+
 
 # --- calls ----------------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ import uvicorn
 from tests.server.by_http import FLEET, TOKENS, TRANSFER, bearer, connection, eventually, gated, post
 from tests.server.certificates import HAS_OPENSSL, authority, certificate
 from tests.server.scripted import fleet, server, until
-from weightplane.controlplane.server import gateway, gateway_listener
+from weightplane.controlplane.server import gateway, gateway_call, gateway_listener
 from weightplane.controlplane.server.app import ServerConfig
-from weightplane.controlplane.server.gateway_call import HttpContext, Method
+from weightplane.controlplane.server.gateway_call import HttpContext, Lines, Method
 from weightplane.controlplane.server.security import Role, Security, Tls
 from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.v1 import fleet_pb2
@@ -239,6 +239,56 @@ async def test_of_300_streams_at_once_as_many_run_as_may_and_the_rest_are_told_w
 def asked(name: str, body: bytes, service: str = FLEET) -> bytes:
     head = f"POST {service}{name} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+async def test_a_line_that_many_are_sent_is_made_once_and_the_loop_turns_between_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """255 streams that were served at a stretch, each with JSON of its own, cost a publish seconds."""
+    made, turns, over = 0, 0, False
+
+    def counted(_: Any) -> bytes:
+        nonlocal made
+        made += 1
+        return b"{}"
+
+    async def others() -> None:
+        nonlocal turns
+        while not over:
+            turns += 1
+            await asyncio.sleep(0)
+
+    lines, message = Lines(), fleet_pb2.WatchGroupResponse(revision=1)
+    monkeypatch.setattr(gateway_call, "body_of", counted)
+    busy = asyncio.create_task(others())
+    said = await asyncio.gather(*(lines.of(message) for _ in range(255)))
+    over = True
+    await busy
+    assert (len(said), made) == (255, 1) and turns >= 255
+
+
+async def test_who_does_not_read_its_stream_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended, sent = asyncio.Event(), 0
+
+    async def much(_: Any, __: Any, context: Any) -> None:
+        nonlocal sent
+        try:
+            while True:
+                await context.write(fleet_pb2.WatchGroupResponse(removed=["r" * 1000] * 30))
+                sent += 1
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(gateway_listener, "_UNREAD_S", 0.5)
+    monkeypatch.setattr("weightplane.controlplane.server.fleet_service.FleetService.WatchGroup", much)
+    async with gated() as running:
+        with socket.create_connection(("127.0.0.1", int(running.gateway.rpartition(":")[2])), 5) as unread:
+            unread.sendall(asked("WatchGroup", b'{"group": "g"}'))
+            await asyncio.wait_for(ended.wait(), 20)
+            assert "WatchGroup" in caplog.text and "its caller took nothing for 0.5 s" in caplog.text
+            assert sent < 200  # 6 MB: what the kernels' buffers hold is bounded, too
 
 
 async def test_who_says_no_more_still_gets_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -213,7 +214,10 @@ async def test_a_decision_of_unknown_outcome_is_read_back(fault: Fault) -> None:
         assert [r.held.version for r in replicas] == [0, 0]
 
 
-async def test_a_rival_coordinator_fences_this_one_which_then_leads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rival_coordinator_fences_this_one_which_then_leads_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "weightplane.controlplane")
     monkeypatch.setattr(coordinator, "_WATCH_S", 60.0)  # a write finds out
     disk = Disk()
     async with (
@@ -229,6 +233,7 @@ async def test_a_rival_coordinator_fences_this_one_which_then_leads_again(monkey
         await refused(trainer.start(), "UNKNOWN_OUTCOME", grpc.StatusCode.UNKNOWN)
         await until(lambda: running.coordinator.epoch == 3, "a new epoch")
         await until(lambda: rs[0].welcome.epoch == 3, "the replica's return")
+        assert [r.levelname for r in caplog.records if "stepping down" in r.getMessage()] == ["ERROR"]
         await trainer.init()
         await trainer.put_manifest()
         assert (await trainer.publish()).version >= 2

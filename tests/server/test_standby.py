@@ -8,9 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,56 +16,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.cli.fleet import ROOT
+from tests.cli.checkpoints import tiny
+from tests.cli.fleet import ROOT, Launched, weightplane
+from tests.server.planes import Plane
 from weightplane.controlplane.store import StoreHeld
 from weightplane.controlplane.store.sqlite import SqliteStore
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 pytestmark = pytest.mark.chaos
-
-
-def free() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
-
-
-class Plane:
-    """The real command on a store, with addresses of its own."""
-
-    def __init__(self, store: Path, name: str, listen: str = "") -> None:
-        self.listen, self.probes = listen or free(), free()
-        self.log = store.with_name(f"{name}.log")
-        words = ["controlplane", "--listen", self.listen, "--probes", self.probes, "--store", f"sqlite:{store}"]
-        with self.log.open("wb") as log:
-            command = [sys.executable, "-m", "weightplane.cli", *words, "--exit-with", str(os.getpid())]
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-
-    def ready(self, path: str = "/readyz") -> tuple[int, dict[str, Any]]:
-        try:
-            with urllib.request.urlopen(f"http://{self.probes}{path}", timeout=10) as said:
-                return said.status, json.load(said)
-        except urllib.error.HTTPError as e:
-            return e.code, json.load(e)
-        except OSError:
-            return 0, {}
-
-    def until(self, look: Callable[[], bool], seconds: float = 40) -> None:
-        end = time.monotonic() + seconds
-        while not look():
-            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
-            time.sleep(0.02)
-
-    def leads(self) -> bool:
-        return self.ready()[0] == 200
-
-    def stands_by(self) -> bool:
-        return "stands by" in self.log.read_text()
-
-    def groups(self) -> list[str]:
-        with grpc.insecure_channel(self.listen) as channel:
-            asked = fleet_pb2_grpc.FleetServiceStub(channel).ListGroups(fleet_pb2.ListGroupsRequest(), timeout=5)
-            return [g.group for g in asked.groups]
 
 
 @pytest.fixture
@@ -85,6 +39,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Plane]]:
         p.process.wait()
 
 
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    processes = Launched(tmp_path)
+    yield processes
+    processes.stop()
+
+
 def test_the_second_stands_by_and_takes_over_from_one_that_is_killed(start: Callable[..., Plane]) -> None:
     first = start("first")
     first.until(first.leads)
@@ -92,6 +53,8 @@ def test_the_second_stands_by_and_takes_over_from_one_that_is_killed(start: Call
     second.until(lambda: second.ready("/livez")[0] == 200)
     status, said = second.ready()
     assert status == 503 and f"(pid {first.process.pid} on {socket.gethostname()}) leads" in said["reason"]
+    status, said = second.ready("/metrics")
+    assert status == 503 and "this one stands by" in said["reason"]  # no metrics of groups that it does not have
     with grpc.insecure_channel(second.listen) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         health = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
@@ -107,6 +70,59 @@ def test_the_second_stands_by_and_takes_over_from_one_that_is_killed(start: Call
     second.until(second.leads)
     assert second.ready()[1]["epoch"] == 2 and second.groups() == []
     assert second.log.read_text().count("stands by") == 1
+
+
+def test_who_dials_the_one_that_stands_by_hears_its_words(start: Callable[..., Plane], tmp_path: Path) -> None:
+    """Not that nobody answers and one is to be started: a third would stand by, too."""
+    first = start("first")
+    first.until(first.leads)
+    second = start("second")
+    second.until(second.stands_by)
+    words = f"(pid {first.process.pid} on {socket.gethostname()}) leads on this store; this one stands by"
+    for command in (["status"], ["watch", "-g", "g"], ["doctor"]):
+        done = weightplane(*command, "-a", second.listen, env={"COLUMNS": "900"})
+        text = done.stdout + done.stderr
+        assert done.returncode == 3 and words in text and "name the control plane that leads" in text, text
+        assert "no control plane answers" not in text and "start one" not in text, text
+    checkpoint = tiny(tmp_path / "one.safetensors", 1.0)
+    options = json.dumps(str(checkpoint))
+    agent = [sys.executable, "-m", "weightplane.cli", "inference-agent", "-a", second.listen, "-g", "g"]
+    agent += ["--replica-id", "a", "--engine", "tests.cli.blank_engine:make", "--engine-option", f"path={options}"]
+    with subprocess.Popen(agent, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if second.listen in line and "WARNING" in line)
+        finally:
+            process.terminate()
+    assert f"{second.listen} does not lead" in line and words in line and "start one" not in line, line
+
+
+def test_a_publish_waits_for_the_one_that_stands_by_to_lead(
+    start: Callable[..., Plane], launched: Launched, tmp_path: Path
+) -> None:
+    first = start("first")
+    first.until(first.leads)
+    second = start("second")
+    second.until(second.stands_by)
+    checkpoint = tiny(tmp_path / "one.safetensors", 1.0)
+    command = [sys.executable, "-m", "weightplane.cli", "publish", str(checkpoint), "-g", "g"]
+    command += ["-a", second.listen, "--wait", "60"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as publish:
+        try:
+            assert publish.stderr is not None
+            assert "this one stands by" in next(line for line in publish.stderr if line.startswith("still waiting"))
+            first.process.kill()
+            engine = [
+                "--engine",
+                "tests.cli.blank_engine:make",
+                "--engine-option",
+                f"path={json.dumps(str(checkpoint))}",
+            ]
+            launched.start("a", "inference-agent", "-a", second.listen, "-g", "g", "--replica-id", "a", *engine)
+            _, said = publish.communicate(timeout=60)
+            assert publish.returncode == 0, said
+        finally:
+            publish.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

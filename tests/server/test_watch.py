@@ -6,8 +6,10 @@ import asyncio
 from typing import Any
 
 import grpc
+import pytest
 
 from tests.server.scripted import Replica, Trainer, fleet, reason_of, refused, server, until
+from weightplane.controlplane.server import feed, watch
 from weightplane.v1 import agent_pb2 as ag
 from weightplane.v1 import fleet_pb2 as fl
 from weightplane.v1 import update_pb2 as up
@@ -107,6 +109,52 @@ async def test_a_group_is_followed_and_resumed_by_revision() -> None:
         await asyncio.sleep(0.4)  # heartbeats are no changes
         assert len(second.messages) == quiet
         assert replicas[0].held.version == 2
+
+
+async def test_many_changes_that_were_missed_are_told_as_one_and_all_watchers_are_given_the_same() -> None:
+    async with server() as running, fleet(running.address, 2) as (trainer, _):
+        first = Follower(trainer.fleet.WatchGroup(fl.WatchGroupRequest(group="g")))
+        await until(lambda: bool(first.messages), "the full picture")
+        known = first.messages[0].revision
+        for version in (1, 2, 3, 4):
+            await trainer.publish()
+            await until(lambda v=version: first.messages[-1].group.committed.version == v, "the commit")  # type: ignore[misc]
+        await asyncio.sleep(0.5)
+        assert len(first.messages) > 9
+        made: list[Any] = []
+
+        async def write(message: fl.WatchGroupResponse) -> None:
+            made.append(message)
+
+        group = running.coordinator.group("g")
+        late = [asyncio.create_task(feed.follow(group, known, write)) for _ in range(3)]
+        await until(lambda: len(made) == 3, "one message for each")
+        assert made[0] is made[1] is made[2] and not made[0].full
+        assert made[0].revision == first.messages[-1].revision and made[0].group.committed.version == 4
+        newest = {r.replica_id: r for m in first.messages for r in m.replicas}
+        assert {r.replica_id: r for r in made[0].replicas} == newest
+        for task in late:
+            task.cancel()
+        await first.stop()
+
+
+async def test_what_watchers_of_an_update_are_told_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    event = watch._event
+
+    def counted(*said: Any) -> wt.WatchUpdateResponse:
+        looks.append(said)
+        return event(*said)
+
+    monkeypatch.setattr(watch, "_event", counted)
+    monkeypatch.setattr(watch, "SHARED_S", 60.0)
+    async with server() as running, fleet(running.address, 1) as (trainer, _):
+        await trainer.publish()
+        quiet = len(looks)
+        many = [Follower(trainer.stub.WatchUpdate(wt.WatchUpdateRequest(group="g"))) for _ in range(20)]
+        await until(lambda: all(m.messages for m in many), "a first picture for each")
+        assert len(looks) - quiet < 10  # a state or two, and one for the trainer's own stream
+        await asyncio.gather(*(m.stop() for m in many))
 
 
 async def test_a_forgotten_replica_is_told_as_removed() -> None:

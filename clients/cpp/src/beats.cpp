@@ -26,9 +26,10 @@ void Beats::run() {
         while (true) {
             const auto status = session();
             over_.check();
-            if (refusal_of(status)) { // it would be refused again; what it is refused for, other calls hear too
-                say(status);
-                return;
+            if (const auto refused = refusal_of(status); refused && !refused->leaderless) {
+                if (refused->reason != "TRAINER_FENCED") // which is the end of all, and said as that
+                    say(status);
+                return; // it would be refused again; what it is refused for, other calls hear too
             }
             over_.sleep_until(in_seconds(kRedial)); // the control plane restarts, say
         }

@@ -65,10 +65,16 @@ std::shared_ptr<grpc::Channel> dial(const std::string &address, const Identity &
 
 ControlPlane::ControlPlane(const std::string &address, const Identity &identity)
     : channel_(dial(address, identity)), stub_(weightplane::v1::WeightTransferService::NewStub(channel_)),
-      agents_(weightplane::v1::AgentService::NewStub(channel_)), secure_(!identity.ca.empty()), token_(identity.token),
+      agents_(weightplane::v1::AgentService::NewStub(channel_)),
+      fleet_(weightplane::v1::FleetService::NewStub(channel_)), secure_(!identity.ca.empty()), token_(identity.token),
       address_(address) {}
 
-std::string ControlPlane::advice(grpc::StatusCode code) const {
+std::string ControlPlane::advice(const grpc::Status &status) const {
+    const auto code = status.error_code();
+    for (const char *other : {"http1.x", "parsing HTTP/2"}) // gRPC's own words, of what comes after the connection
+        if (!secure_ && status.error_message().find(other) != std::string::npos)
+            return "what answers at " + address_ + " is not gRPC: the port of --gateway or --probes, perhaps; name the one "
+                   "that the control plane listens on (--listen)";
     if (answered_ ? code != grpc::StatusCode::UNAVAILABLE
                   : code != grpc::StatusCode::UNAVAILABLE && code != grpc::StatusCode::DEADLINE_EXCEEDED)
         return "";

@@ -6,10 +6,12 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "identity.hpp"
 #include "stop.hpp"
 #include "weightplane/v1/agent.grpc.pb.h"
+#include "weightplane/v1/fleet.grpc.pb.h"
 #include "weightplane/v1/weight_transfer.grpc.pb.h"
 
 Clock::duration seconds_of(double seconds);
@@ -37,10 +39,10 @@ public:
     // Waits for a connection for `seconds` at most. Without one the next call may still say why.
     bool reached(double seconds, Stop &stop);
 
-    // One logical call, tried again on UNAVAILABLE for `patience` seconds: its request_id makes a repeat harmless. Throws
-    // Refused, Unanswered, or why `stop` was set, as soon as it is.
-    template <class Request, class Answer>
-    Answer call(const char *method, grpc::Status (Stub::*function)(grpc::ClientContext *, const Request &, Answer *),
+    // One logical call, tried again on UNAVAILABLE for `patience` seconds, also where one says so that stands by: its
+    // request_id makes a repeat harmless. Throws Refused, Unanswered, or why `stop` was set, as soon as it is.
+    template <class Service, class Request, class Answer>
+    Answer call(const char *method, grpc::Status (Service::*function)(grpc::ClientContext *, const Request &, Answer *),
                 const Request &request, Deadline deadline, Stop &stop, double patience = kPatience) {
         const Deadline last = std::min(deadline, in_seconds(patience));
         for (double pause = 0.05;; pause = std::min(2 * pause, 1.0)) {
@@ -51,20 +53,23 @@ public:
             grpc::Status status;
             {
                 const Stop::Listener cancel(stop, [&] { context.TryCancel(); });
-                status = (stub().*function)(&context, request, &answer);
+                status = (of<Service>().*function)(&context, request, &answer);
             }
             if (status.ok()) {
                 answered_ = true;
                 return answer;
             }
             stop.check();
+            const Deadline again = in_seconds(pause);
             if (const auto refused = refusal_of(status)) {
                 answered_ = true;
-                throw *refused;
+                if (!refused->leaderless || again >= last)
+                    throw *refused;
+                stop.sleep_until(again);
+                continue;
             }
-            const Deadline again = in_seconds(pause);
             if (status.error_code() != grpc::StatusCode::UNAVAILABLE || again >= last)
-                throw Unanswered(method, status, advice(status.error_code()));
+                throw Unanswered(method, status, advice(status));
             stop.sleep_until(again);
         }
     }
@@ -74,15 +79,23 @@ public:
     // The token alone: for a stream.
     void begin(grpc::ClientContext &context) const;
 
-private:
-    // What to try where nobody answers.
-    std::string advice(grpc::StatusCode code) const;
-
     static constexpr double kPatience = 10; // seconds in which a control plane is back, or is gone
+
+private:
+    template <class Service> Service &of() {
+        if constexpr (std::is_same_v<Service, Stub>)
+            return *stub_;
+        else
+            return *fleet_;
+    }
+
+    // What to try where nobody answers.
+    std::string advice(const grpc::Status &status) const;
 
     std::shared_ptr<grpc::Channel> channel_;
     std::unique_ptr<Stub> stub_;
     std::unique_ptr<weightplane::v1::AgentService::Stub> agents_;
+    std::unique_ptr<weightplane::v1::FleetService::Stub> fleet_;
     const bool secure_;
     std::string token_, address_;
     std::atomic<bool> answered_{false}; // any call

@@ -15,6 +15,7 @@ Exit exit_of(grpc::StatusCode code, const std::string &reason) {
     case grpc::StatusCode::ABORTED:
     case grpc::StatusCode::DEADLINE_EXCEEDED: return Exit::failed;
     case grpc::StatusCode::UNKNOWN: return Exit::unknown_outcome;
+    case grpc::StatusCode::UNAVAILABLE: return Exit::unreachable;
     default: return Exit::refused;
     }
 }
@@ -71,8 +72,10 @@ std::optional<Refused> refusal_of(const std::string &details) {
         return std::nullopt;
     const auto &message = failure.message().empty() ? said.message() : failure.message();
     const auto member = info.metadata().find("member");
-    return Refused(exit_of(static_cast<grpc::StatusCode>(said.code()), info.reason()), info.reason(), message,
-                   member == info.metadata().end() ? "" : member->second, update);
+    Refused out(exit_of(static_cast<grpc::StatusCode>(said.code()), info.reason()), info.reason(), message,
+                member == info.metadata().end() ? "" : member->second, update);
+    out.leaderless = said.code() == static_cast<int>(grpc::StatusCode::UNAVAILABLE);
+    return out;
 }
 
 std::optional<Refused> refusal_of(const grpc::Status &status) { return refusal_of(status.error_details()); }

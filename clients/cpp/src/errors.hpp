@@ -41,6 +41,7 @@ public:
             std::optional<weightplane::v1::UpdateInfo> update);
 
     std::optional<weightplane::v1::UpdateInfo> update; // of an aborted one: names each replica and why
+    bool leaderless = false; // it is of a control plane that does not lead now: another one does, or will
 };
 
 // A call got no answer: whether it took effect is unknown.

@@ -22,9 +22,11 @@ Puts a checkpoint on every replica of a group that may take part, or on none. Ct
                          cuda_ipc (replicas of this host, on the same GPU or its peers), nccl (on GPUs of their own)
   --device N             the GPU, as CUDA_VISIBLE_DEVICES numbers them (default 0)
   --step N               the trainer's own number of this checkpoint (default 0)
+  --replicas N           wait until this many may take part (default 1); later ones join the next
   --takeover             fence a trainer that still holds the group
   --timeout SECONDS      for the whole update (default 120)
-  --wait SECONDS         for a replica that may take part (default 30)
+  --wait SECONDS         for the replicas, for a dead trainer's hold to end, for a control plane that stands by to lead
+                         (default 30)
   --trainer-id NAME      who holds the group, for people (default publish_checkpoint)
   --tls-ca FILE          speak TLS, and trust this authority (or WEIGHTPLANE_CA)
   --tls-cert FILE        the certificate that is shown (or WEIGHTPLANE_CERT), and
@@ -115,6 +117,12 @@ std::map<std::string, Setter> setters(Options &o, Identity &paths) {
         {"--device",
          [&o](const auto &v) { o.device = static_cast<int>(std::min<std::int64_t>(whole("--device", v), 1'000'000)); }},
         {"--step", [&o](const auto &v) { o.step = whole("--step", v); }},
+        {"--replicas",
+         [&o](const auto &v) {
+             o.replicas = whole("--replicas", v);
+             if (o.replicas == 0)
+                 refuse("--replicas: expected a whole number from 1, found '0'");
+         }},
         {"--timeout", [&o](const auto &v) { o.timeout = seconds("--timeout", v, 1); }},
         {"--wait", [&o](const auto &v) { o.wait = seconds("--wait", v, 0); }},
     };

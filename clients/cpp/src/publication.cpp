@@ -1,12 +1,8 @@
 #include "publication.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 #include <iostream>
 #include <map>
-#include <unistd.h>
-
-#include "shm_segment.hpp"
 
 namespace {
 
@@ -20,13 +16,6 @@ constexpr double kGrace = 8;  // the same after the update's deadline; with two 
 constexpr double kShort = 1;  // seconds for a call to a control plane that answered nothing before
 constexpr double kMargin = 2; // seconds by which a client waits longer than an update lives
 constexpr double kPoll = 0.2;
-constexpr double kReach = 1.5; // seconds in which a control plane that listens is reached for the first time
-
-// Which host this is, as the replicas' agents say it.
-std::string host_id() {
-    const char *given = std::getenv("WEIGHTPLANE_HOST_ID");
-    return given != nullptr && *given != '\0' ? given : shm_host();
-}
 
 bool decided(const v1::UpdateInfo &update) { return update.phase() == v1::UPDATE_PHASE_COMMITTED; }
 
@@ -52,7 +41,9 @@ Publication::~Publication() = default;
 
 Outcome Publication::run() {
     try {
-        init();
+        patience_ = in_seconds(options_.wait);
+        gather();
+        hold();
         announce();
         start();
         const auto began = Clock::now();
@@ -85,41 +76,6 @@ Outcome Publication::run() {
         close();
         throw why;
     }
-}
-
-// Asks for the hold, or binds again under it.
-void Publication::init() {
-    auto ask = request<v1::InitTransferRequest>();
-    ask.set_trainer_id(options_.trainer_id);
-    ask.set_incarnation(incarnation_);
-    ask.set_world_size(1);
-    ask.set_takeover(options_.takeover && token_.generation == 0);
-    ask.set_host_id(host_id());
-    const bool forced = options_.transport != "auto";
-    if (forced)
-        ask.set_transport(options_.transport);
-    for (const auto &transport : transports_) {
-        try {
-            ask.mutable_offers()->Add(transport->offer());
-            if (const auto uuid = transport->device_uuid(); !uuid.empty())
-                ask.set_device_uuid(uuid);
-        } catch (const Error &why) {
-            if (forced) // nothing was opened: refused, not failed
-                throw why.exit == Exit::failed ? Error(Exit::refused, why.reason, why.what(), why.member) : why;
-            auto &refusal = *ask.add_refusals(); // another one may do
-            refusal.set_transport(transport->name());
-            refusal.set_reason(why.what());
-        }
-    }
-    if (!watch_ && !plane_.reached(std::min(kReach, options_.timeout), stop_)) // nobody listens: says so, and why
-        plane_.call("InitTransfer", &Stub::InitTransfer, ask, in_seconds(kPoll), stop_, 0);
-    bound_ = plane_.call("InitTransfer", &Stub::InitTransfer, ask, in_seconds(kCall), stop_);
-    token_.generation = bound_.generation();
-    if (!watch_)
-        watch_ = std::make_unique<Watch>(plane_, options_.group, token_.generation, stop_);
-    watch_->held_by(in_seconds(kCall));
-    if (!beats_) // after the stream, which would else hold the lease by itself
-        beats_ = std::make_unique<Beats>(plane_, options_.group, member_, incarnation_, token_.generation, stop_);
 }
 
 // The manifest in pages, and that this trainer holds all of it.
@@ -157,7 +113,6 @@ void Publication::start() {
     ask.set_trainer_step(options_.step);
     ask.set_on_busy(v1::ON_BUSY_REFUSE);
     ask.set_update_timeout_ms(static_cast<std::int64_t>(options_.timeout * 1000));
-    const auto patience = in_seconds(options_.wait);
     while (true) {
         opening_ = true;
         deadline_ = in_seconds(options_.timeout);
@@ -168,7 +123,7 @@ void Publication::start() {
             opening_ = e.update && !over(*e.update);
             if (e.update)
                 token_.update_id = e.update->update_id();
-            if ((e.reason != "REBIND_REQUIRED" && e.reason != "NOT_ENOUGH_REPLICAS") || Clock::now() >= patience)
+            if ((e.reason != "REBIND_REQUIRED" && e.reason != "NOT_ENOUGH_REPLICAS") || Clock::now() >= patience_)
                 throw;
         }
         stop_.sleep_until(in_seconds(kPoll));
@@ -208,7 +163,8 @@ v1::UpdateInfo Publication::finish() {
         throw aborted(*info);
     } catch (const Refused &e) {
         // These may be the answer to a repeat, after a first call that was carried out.
-        finishing_ = e.exit == Exit::unknown_outcome || e.exit == Exit::not_found || e.reason == "TRAINER_FENCED";
+        finishing_ = e.exit == Exit::unknown_outcome || e.exit == Exit::not_found || e.reason == "TRAINER_FENCED" ||
+                     e.leaderless;
         throw;
     }
 }
@@ -247,7 +203,7 @@ std::optional<v1::UpdateInfo> Publication::ask() {
 Error Publication::unknown(const Error &why) const {
     return Error(Exit::unknown_outcome, "UNKNOWN_OUTCOME",
                  "whether update " + token_.update_id + " committed is not known: " + why.what() +
-                     "; ask `weightplane updates -g " + options_.group + "` once a control plane answers");
+                     "; `weightplane updates -g " + options_.group + "` tells once a control plane answers");
 }
 
 // Ends the update, whatever is open of ours. What fails here is said; the lease ends by itself.
@@ -259,7 +215,8 @@ std::optional<v1::UpdateInfo> Publication::abort(const std::string &reason) {
         const auto info = tidy("AbortUpdate", &Stub::AbortUpdate, ask).update();
         return decided(info) || over(info) ? std::optional(info) : std::nullopt;
     } catch (const Error &e) {
-        std::cerr << "publish_checkpoint: the update was not aborted: " << e.reason << ": " << e.what() << "\n";
+        if (e.reason != "TRAINER_FENCED") // there is nothing of ours left
+            std::cerr << "publish_checkpoint: the update was not aborted: " << e.reason << ": " << e.what() << "\n";
         return std::nullopt;
     }
 }
@@ -271,7 +228,8 @@ void Publication::close() {
     try {
         tidy("CloseTransfer", &Stub::CloseTransfer, ask);
     } catch (const Error &e) {
-        std::cerr << "publish_checkpoint: the hold was not given up: " << e.reason << ": " << e.what() << "\n";
+        if (e.reason != "TRAINER_FENCED")
+            std::cerr << "publish_checkpoint: the hold was not given up: " << e.reason << ": " << e.what() << "\n";
     }
     beats_.reset();
     watch_.reset();

@@ -50,6 +50,8 @@ private:
         out.set_generation(token_.generation);
         return out;
     }
+    void gather();
+    void hold();
     void init();
     void announce();
     void start();
@@ -89,6 +91,7 @@ private:
     std::unique_ptr<Watch> watch_;
     std::unique_ptr<Beats> beats_;
     Token token_;
+    Deadline patience_{}; // of --wait
     bool opening_ = false;
     bool finishing_ = false; // FinishUpdate may have been carried out
     bool asked_ = false;     // what became of it, in vain

@@ -54,7 +54,7 @@ void Watch::run() {
         }
         if (over_.is_set())
             return;
-        if (const auto refused = refusal_of(status)) {
+        if (const auto refused = refusal_of(status); refused && !refused->leaderless) {
             stop_.set(*refused);
             return;
         }

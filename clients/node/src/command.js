@@ -69,7 +69,7 @@ export function fail(text, code) {
 function statusOf({ code }, reason) {
   const { status } = grpc;
   if (code === status.INVALID_ARGUMENT) return EXIT.usage;
-  if (code === status.UNAVAILABLE && !reason) return EXIT.unreachable;
+  if (code === status.UNAVAILABLE) return EXIT.unreachable;
   if (code === status.NOT_FOUND) return EXIT.notFound;
   if (code === status.UNAUTHENTICATED) return EXIT.denied;
   if (code === status.PERMISSION_DENIED) return reason === "TRAINER_FENCED" ? EXIT.failed : EXIT.denied;
@@ -87,7 +87,7 @@ export function failWith(error) {
   if (typeof error?.code !== "number") fail(`unexpected: ${error?.stack ?? error}`, EXIT.unexpected);
   const reason = reasonOf(error);
   const code = statusOf(error, reason);
-  if (code === EXIT.unreachable) fail(`no control plane answers: ${error.details}`, code);
+  if (code === EXIT.unreachable && !reason) fail(`no control plane answers: ${error.details}`, code);
   const unknown = code === EXIT.unknown ? "the outcome is unknown: " : "";
   fail(`${unknown}${CODES[error.code]}${reason ? ` (${reason})` : ""}: ${error.details}`, code);
 }

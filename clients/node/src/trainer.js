@@ -55,8 +55,8 @@ export class Trainer {
         return await call(this.client, method, request, { timeoutMs: end - Date.now(), token: this.token, under: this.calls });
       } catch (error) {
         if (ended()) throw ended();
-        const asked = error.code === grpc.status.UNAVAILABLE && reasonOf(error) === "";
-        if (!asked || this.generation === "0" || Date.now() + RETRY_MS > end) throw error;
+        const unanswered = error.code === grpc.status.UNAVAILABLE; // also where one answers that does not lead
+        if (!unanswered || this.generation === "0" || Date.now() + RETRY_MS > end) throw error;
         await sleep(RETRY_MS);
       }
     }
@@ -228,8 +228,8 @@ export class Trainer {
 
   #unknown(error) {
     const why = error.details ?? error.message;
-    const ask = `ask \`weightplane updates -g ${this.group}\` once a control plane answers`;
-    const failure = new OutcomeUnknown(`whether update ${this.update.id} committed is not known: ${why}; ${ask}`);
+    const tells = `\`weightplane updates -g ${this.group}\` tells once a control plane answers`;
+    const failure = new OutcomeUnknown(`whether update ${this.update.id} committed is not known: ${why}; ${tells}`);
     failure.updateId = this.update.id;
     return failure;
   }

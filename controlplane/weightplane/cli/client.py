@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 
 from weightplane.controlplane.dial import Dial, PlaintextRefused
 from weightplane.controlplane.grpc_close import close_channels
-from weightplane.controlplane.handshake import trouble
+from weightplane.controlplane.handshake import NO_GRPC, trouble
 from weightplane.v1.agent_pb2_grpc import AgentServiceStub
 from weightplane.v1.common_pb2 import Failure as FailureMessage
 from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
@@ -26,6 +26,7 @@ from .exits import Exit
 from .output import complain, emit_json, err
 
 __all__ = [
+    "LEADS",
     "START_ONE",
     "AddressOption",
     "Connection",
@@ -37,6 +38,7 @@ __all__ = [
     "one_of",
     "open_channel",
     "request_id",
+    "said_of",
     "words",
 ]
 
@@ -51,6 +53,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 #: What to do where nobody answers.
 START_ONE = "start one (weightplane controlplane), or name its address with --address or WEIGHTPLANE_ADDRESS"
 
+#: What to do where one answers that does not lead.
+LEADS = "name the control plane that leads with --address or WEIGHTPLANE_ADDRESS, or ask again once this one does"
+
 #: What to do next, by reason; the server's message already says what happened. Of ``group``, the one asked for.
 _ADVICE = {
     "UNKNOWN_GROUP": "weightplane status lists the groups; one is made by its first trainer or replica",
@@ -62,6 +67,7 @@ _ADVICE = {
     "NO_TRANSPORT": "weightplane doctor on both hosts says which transport works and why not",
     "UNAUTHENTICATED": "give a token (WEIGHTPLANE_TOKEN), or a certificate (WEIGHTPLANE_CA, _CERT and _KEY)",
     "PERMISSION_DENIED": "use a token or a certificate that has the role and the group that are asked for",
+    "COORDINATOR_RESTARTED": LEADS,
     "UNKNOWN_OUTCOME": "weightplane updates -g {group} shows what became of it once a coordinator leads again",
 }
 
@@ -205,22 +211,29 @@ def words(error: grpc.RpcError) -> str:
     return f"{code.name}: {details}" if details else str(code.name)
 
 
-def _explain(error: grpc.RpcError, address: str, as_json: bool, group: str) -> Exit:
-    code = error.code()
+def said_of(error: grpc.RpcError) -> tuple[str, FailureMessage | None]:
+    """The control plane's own reason and failure; empty and none where the error is not its answer."""
     reason, failure = "", None
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    status: Any = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
     for detail in status.details if status is not None else ():
         info, message = error_details_pb2.ErrorInfo(), FailureMessage()
         if detail.Unpack(info):
             reason = info.reason
         elif detail.Unpack(message):
             failure = message
+    return reason, failure
+
+
+def _explain(error: grpc.RpcError, address: str, as_json: bool, group: str) -> Exit:
+    code = error.code()
+    reason, failure = said_of(error)
     exit_code = _CODES.get(code, Exit.REFUSED)
     text = failure.message if failure is not None else str(error.details() or "")
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code is grpc.StatusCode.UNAVAILABLE and not reason:
         found = trouble(dial(address))
         text = f"no control plane answers at {address}: {found or text}"
-        advice = START_ONE if not found else "docs/security.md tells how TLS is turned on, and what each refusal means"
+        tls = "docs/security.md tells how TLS is turned on, and what each refusal means"
+        advice = {"": START_ONE, NO_GRPC: ""}.get(found, tls)
     else:
         advice = _ADVICE.get(reason, "").format(group=group or "GROUP")
     if as_json:

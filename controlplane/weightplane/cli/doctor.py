@@ -102,10 +102,11 @@ def _control_plane(check: Any, address: str, group: str) -> bool:
     """Whether it answers, be it with a refusal."""
     import grpc
 
+    from weightplane.controlplane.handshake import trouble
     from weightplane.v1 import fleet_pb2
     from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
 
-    from .client import START_ONE, open_channel, words
+    from .client import LEADS, START_ONE, dial, open_channel, said_of, words
 
     with open_channel(address) as channel:
         stub = FleetServiceStub(channel)
@@ -121,8 +122,10 @@ def _control_plane(check: Any, address: str, group: str) -> bool:
         except grpc.RpcError as error:
             silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
             answers = isinstance(error, grpc.Call) and error.code() not in silent
-            todo = "the message says what it refuses" if answers else START_ONE
-            check("control plane", False, f"{address}: {words(error)}", todo)
+            said = bool(said_of(error)[0])
+            found = trouble(dial(address)) if not answers and not said else ""
+            todo = "the message says what it refuses" if answers or found else LEADS if said else START_ONE
+            check("control plane", False, f"{address}: {found or words(error)}", todo)
             return answers
     return True
 

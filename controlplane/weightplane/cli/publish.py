@@ -29,6 +29,7 @@ from .refusals import Told, check_transport, how_to_convert
 __all__ = ["register"]
 
 _SAY_S = 2.0  # what is waited for is said after so long
+_LATE_S = 0.5  # by which the lapse of a lease may be noticed late
 
 
 def publish(
@@ -42,7 +43,9 @@ def publish(
     mode: Annotated[str, typer.Option("--mode", help="staged | in_place; none = each replica's choice.")] = "",
     verify: Annotated[str, typer.Option("--verify", help="off | sampled | full; none = the group's.")] = "",
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for the update.")] = 120.0,
-    wait: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the replicas.")] = 30.0,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="Seconds to wait for them, and for a dead trainer's hold to end.")
+    ] = 30.0,
     takeover: Annotated[bool, typer.Option("--takeover", help="Fence a trainer that still holds the group.")] = False,
     data: DataOption = "",
     advertise: AdvertiseOption = "",
@@ -78,7 +81,9 @@ def publish(
         ) as publisher:
             if not as_json:
                 err.print(f"waiting up to {wait:g} s for {replicas} replica(s) of group {group}", markup=False)
+            end = time.monotonic() + wait
             _wait(publisher, replicas, wait, as_json)
+            _hold(publisher, end, as_json)
             handle = publisher.publish_async(step)
             receipt = _watched(handle, address, group, as_json)
     except KeyboardInterrupt:
@@ -113,6 +118,26 @@ def _wait(publisher: Any, replicas: int, seconds_: float, as_json: bool) -> None
             if str(error) != said and not as_json:
                 said = str(error)
                 err.print(f"still waiting: {said}", markup=False, soft_wrap=True)
+
+
+def _hold(publisher: Any, end: float, as_json: bool) -> None:
+    """Take the hold; that of a trainer that died lapses, and is waited for until ``end``."""
+    from weightplane.trainer_agent.errors import TrainerHeld
+
+    lapsed = None
+    while True:
+        try:
+            publisher.init()
+            return
+        except TrainerHeld as error:
+            now = time.monotonic()
+            if error.ends_in is None or now >= end or (lapsed is not None and now >= lapsed):
+                raise  # it was renewed meanwhile: its trainer lives
+            if lapsed is None:
+                lapsed = now + error.ends_in + _LATE_S
+                if not as_json:
+                    err.print(f"still waiting: {error}", markup=False, soft_wrap=True)
+        time.sleep(0.2)
 
 
 def _watched(handle: Any, address: str, group: str, as_json: bool) -> Any:

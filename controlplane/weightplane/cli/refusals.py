@@ -10,7 +10,7 @@ import typer
 
 from weightplane.controlplane.core.reasons import Reason
 
-from .client import START_ONE
+from .client import LEADS, START_ONE
 from .exits import Exit
 from .output import complain
 
@@ -81,7 +81,7 @@ class Told:
 
         group, reason = self._group, error.reason
         if code is Exit.UNREACHABLE:
-            return START_ONE
+            return LEADS if reason is Reason.COORDINATOR_RESTARTED else START_ONE
         if isinstance(error.__cause__, Unanswered):  # it went away meanwhile, and cannot be asked
             return (
                 f"see that the control plane at {self._address} runs (weightplane controlplane, on the same --store), "

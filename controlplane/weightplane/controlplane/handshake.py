@@ -1,4 +1,4 @@
-"""Why TLS with an address fails, in words that say what to do: gRPC's own answer is UNAVAILABLE and a line of its core.
+"""Why gRPC or TLS with an address fails, in words that say what to do: gRPC's own are a line of its core.
 
 One handshake is made with Python's ``ssl`` and the same certificates, after a call failed. It decides nothing.
 """
@@ -18,7 +18,13 @@ from .addresses import host_of
 if TYPE_CHECKING:
     from .dial import Dial
 
-__all__ = ["trouble"]
+__all__ = ["NO_GRPC", "trouble"]
+
+#: What is said of a port, ours or anybody's, where something else answers.
+NO_GRPC = (
+    "what answers there is not gRPC: the port of --gateway or --probes, perhaps; name the one that the control plane "
+    "listens on (--listen)"
+)
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and an empty SETTINGS frame
 _RENEW = "renew it: run weightplane certs again, with the folder of the authority"
@@ -27,7 +33,7 @@ _EXPIRED, _NOT_YET, _PURPOSE, _HOSTNAME, _IP = 10, 9, 26, 62, 64  # OpenSSL's X5
 
 
 def trouble(dial: Dial, timeout: float = 2.0) -> str:
-    """What is wrong with TLS between us and ``dial.address``; empty if nothing is, or nobody listens there."""
+    """What is wrong between us and ``dial.address``: TLS, or no gRPC; empty if nothing is, or nobody listens there."""
     if dial.address.startswith("unix:"):
         return ""
     try:
@@ -36,7 +42,12 @@ def trouble(dial: Dial, timeout: float = 2.0) -> str:
         return str(e)
     try:
         with _connect(dial.address, timeout) as plain:
-            return _with_tls(dial, plain) if dial.tls else _without(plain)
+            found = _with_tls(dial, plain) if dial.tls else _without(plain)
+        if found or dial.tls:
+            return found
+        with _connect(dial.address, timeout) as plain:
+            plain.sendall(_PREFACE)
+            return _other(plain.recv(1))
     except (OSError, ValueError):
         return ""  # nobody there, or it is too busy: not about TLS
 
@@ -79,7 +90,8 @@ def _with_tls(dial: Dial, plain: socket.socket) -> str:
     try:
         with context.wrap_socket(plain, server_hostname=host) as made:
             made.sendall(_PREFACE)  # a server of TLS 1.3 looks at our certificate only after our side's handshake
-            return "" if made.recv(1) else _of_ours(dial)
+            heard = made.recv(1)
+            return _other(heard) if heard else _of_ours(dial)
     except ssl.SSLCertVerificationError as e:
         return _of_the_server(e, host)
     except ssl.SSLError as e:
@@ -91,6 +103,11 @@ def _with_tls(dial: Dial, plain: socket.socket) -> str:
         return f"the TLS handshake failed: {reason or e}"
     except (ConnectionResetError, BrokenPipeError):
         return _of_ours(dial)
+
+
+def _other(heard: bytes) -> str:
+    """By the first byte of an answer to a preface: the length of a frame of HTTP/2, of which there are none so long."""
+    return NO_GRPC if heard not in (b"", b"\0") else ""
 
 
 def _plaintext() -> str:

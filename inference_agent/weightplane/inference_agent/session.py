@@ -56,25 +56,30 @@ class _Trouble:
 
     def __init__(self, who: str, dial: Dial) -> None:
         self._who, self._dial, self._address = who, dial, dial.address
-        self._code: Any = None
+        self._kind: Any = None
         self._next, self._pause = 0.0, _SAID_S[0]
 
     def over(self) -> None:
         """The stream is open."""
-        self._code, self._next, self._pause = None, 0.0, _SAID_S[0]
+        self._kind, self._next, self._pause = None, 0.0, _SAID_S[0]
 
-    def say(self, code: Any, text: str) -> None:
-        """The stream is down, and is dialled again."""
-        now = time.monotonic()
-        if code == self._code and now < self._next:
+    def say(self, code: Any, text: str, reason: Reason | None = None) -> None:
+        """The stream is down, and is dialled again. ``reason``: the control plane's own."""
+        now, kind = time.monotonic(), (code, reason)
+        if kind == self._kind and now < self._next:
             return
-        self._pause = _SAID_S[0] if code != self._code else min(_SAID_S[1], 2 * self._pause)
-        self._code, self._next = code, now + self._pause
+        self._pause = _SAID_S[0] if kind != self._kind else min(_SAID_S[1], 2 * self._pause)
+        self._kind, self._next = kind, now + self._pause
         again = f"it is dialled until then, and this is said again in {self._pause:.0f} s"
         if code in _REFUSALS:  # dialling again helps once someone mends it
             log.error("%s: the control plane at %s refuses us: %s; %s", self._who, self._address, text, again)
+        elif code is grpc.StatusCode.UNAVAILABLE and reason is not None:
+            who = "name the one that does (--address or WEIGHTPLANE_ADDRESS)"
+            log.warning(
+                "%s: the control plane at %s does not lead: %s; %s; %s", self._who, self._address, text, who, again
+            )
         elif code is grpc.StatusCode.UNAVAILABLE and (found := trouble(self._dial)):
-            log.error("%s: no TLS with the control plane at %s: %s; %s", self._who, self._address, found, again)
+            log.error("%s: no connection to the control plane at %s: %s; %s", self._who, self._address, found, again)
         elif code is grpc.StatusCode.UNAVAILABLE:
             where = "start one (weightplane controlplane), or name its address (--address or WEIGHTPLANE_ADDRESS)"
             log.warning("%s: no control plane answers at %s: %s: %s; %s", self._who, self._address, text, where, again)
@@ -172,7 +177,7 @@ class ControlSession:
             backoff = _BACKOFF_S[0] if welcomed else min(_BACKOFF_S[1], backoff * 2)
             if welcomed:
                 self._trouble.over()
-            self._trouble.say(error.code() if error is not None else None, self.error)
+            self._trouble.say(error.code() if error is not None else None, self.error, reason)
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped, backoff * random.uniform(0.5, 1.5))
                 if self._stopped:

@@ -51,6 +51,9 @@ class Client:
 
     def unreachable(self, error: Unanswered) -> CoordinatorUnreachable:
         """The exception for a call that opens nothing and got no answer."""
+        if error.said:
+            text = f"the control plane at {self.dial.address} does not lead: {error.said}"
+            return CoordinatorUnreachable(Failure(Reason.COORDINATOR_RESTARTED, text))
         where = f"the control plane at {self.dial.address} did not answer"
         found = trouble(self.dial) if error.code is grpc.StatusCode.UNAVAILABLE else ""
         why = found or f"{error}. Is it running, and is this its address?"

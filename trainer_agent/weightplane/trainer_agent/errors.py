@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,8 @@ __all__ = [
     "failure_from_proto",
 ]
 
+_ENDS_IN = re.compile(r"its lease ends in ([0-9.]+) s")  # the coordinator's words
+
 
 class PublishError(RuntimeError):
     """Base of all that a Publisher raises for reasons outside the caller's code. ``failure``: what and why."""
@@ -50,6 +53,12 @@ class CallRefused(PublishError):
 
 class TrainerHeld(CallRefused):
     """Another trainer holds the group and its lease lives. Wait, or ask with ``takeover=True``."""
+
+    @property
+    def ends_in(self) -> float | None:
+        """Seconds until the lease ends unless it is renewed; ``None`` if it holds for as long as a connection does."""
+        found = _ENDS_IN.search(self.failure.message)
+        return float(found[1]) if found is not None else None
 
 
 class TrainerFenced(PublishError):
@@ -128,11 +137,14 @@ class OutcomeUnknown(UpdateFailed):
 
 
 class Unanswered(Exception):
-    """A call got no answer (its time ran out, or the connection broke): the outcome is not known. Internal."""
+    """A call got no answer (its time ran out, or the connection broke): the outcome is not known. Internal.
 
-    def __init__(self, method: str, code: grpc.StatusCode, text: str) -> None:
+    ``said``: the words of a control plane that does not lead, if there are any.
+    """
+
+    def __init__(self, method: str, code: grpc.StatusCode, text: str, said: str = "") -> None:
         super().__init__(f"{method}: {code.name}: {text}")
-        self.method, self.code = method, code
+        self.method, self.code, self.said = method, code, said
 
 
 class RpcRefused(Exception):
@@ -164,6 +176,8 @@ def error_from_rpc(method: str, error: grpc.RpcError) -> RpcRefused | Unanswered
     failure = common_pb2.Failure()
     update = update_pb2.UpdateInfo()
     has_info, has_failure, has_update = (_unpack(details, m) for m in (info, failure, update))
+    if code is grpc.StatusCode.UNAVAILABLE and (has_info or has_failure):  # it does not lead: another does, or will
+        return Unanswered(method, code, text, failure.message or text)
     if has_failure:
         return RpcRefused(method, failure_from_proto(failure), update if has_update else None, code)
     if has_info and info.reason in Reason.__members__:

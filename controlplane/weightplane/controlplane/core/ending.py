@@ -189,8 +189,7 @@ def step_down(tx: Tx, message: str) -> None:
     for call_id in tx.state.acks.values():
         tx.reply(call_id, failure)
     tx.set(stepped_down=True, queue=(), waiters=(), acks={})
-    tx.effects.append(StepDown(message))
-    tx.say(f"stepping down: {message}")
+    tx.effects.append(StepDown(message))  # whoever carries that out says it
 
 
 def tick(tx: Tx) -> None:

@@ -13,12 +13,13 @@ from weightplane.v1 import fleet_pb2 as fl
 
 from . import fleet_view
 from .runtime import Group
-from .watch import changes, paced
+from .watch import SHARED_S, changes, paced
 
 __all__ = ["KEPT", "follow"]
 
 #: Changes kept per group. A watcher that was away for longer starts with a full picture.
 KEPT = 256
+_APART = 8  # a watcher that is further behind is told them as one
 
 
 class _Feed:
@@ -31,6 +32,8 @@ class _Feed:
         self._group = b""
         self._wide: object = None
         self._state = state
+        self._picture: tuple[GroupState, float, fl.WatchGroupResponse] | None = None
+        self._after: dict[int, list[fl.WatchGroupResponse]] = {}
         self._compare(state)
 
     @property
@@ -39,8 +42,21 @@ class _Feed:
         return self.changes[0].revision - 1 if len(self.changes) == KEPT else self.began
 
     def after(self, revision: int) -> list[fl.WatchGroupResponse]:
-        """Changes newer than a revision."""
-        return [c for c in self.changes if c.revision > revision]
+        """Changes newer than a revision; many of them as one. All watchers are given the same messages: made and put
+        into JSON for each of a few hundred, they cost a publish seconds."""
+        found = self._after.get(revision)
+        if found is None:
+            if len(self._after) >= KEPT:
+                self._after.clear()  # any revision may be asked for
+            found = [c for c in self.changes if c.revision > revision]
+            found = self._after[revision] = found if len(found) <= _APART else [_together(found)]
+        return found
+
+    def full(self, group: Group) -> fl.WatchGroupResponse:
+        """The whole group as it is."""
+        if self._picture is None or self._picture[0] is not group.state or group.now() > self._picture[1]:
+            self._picture = group.state, group.now() + SHARED_S, _full(group)
+        return self._picture[2]
 
     def look(self, group: Group) -> None:
         """Take in what changed since the last look."""
@@ -52,6 +68,7 @@ class _Feed:
         text = _without_clock(info)
         if changed or removed or text != self._group:
             self._group = text
+            self._after.clear()
             self.changes.append(
                 fl.WatchGroupResponse(revision=state.revision, group=info, replicas=changed, removed=removed)
             )
@@ -73,6 +90,23 @@ class _Feed:
             del self._seen[rid]
         self._wide, self._state = wide, state
         return changed, removed
+
+
+def _together(changes: list[fl.WatchGroupResponse]) -> fl.WatchGroupResponse:
+    """The changes, oldest first, as one."""
+    replicas: dict[str, fl.ReplicaInfo] = {}
+    removed: dict[str, None] = {}
+    for c in changes:
+        for r in c.replicas:
+            replicas[r.replica_id] = r
+            removed.pop(r.replica_id, None)
+        for rid in c.removed:
+            replicas.pop(rid, None)
+            removed[rid] = None
+    last = changes[-1]
+    return fl.WatchGroupResponse(
+        revision=last.revision, group=last.group, replicas=replicas.values(), removed=list(removed)
+    )
 
 
 def _without_clock(info: fl.GroupInfo) -> bytes:
@@ -100,7 +134,7 @@ async def follow(group: Group, after: int, write: Callable[[fl.WatchGroupRespons
             feed.look(group)
             if not feed.floor <= after <= group.state.revision:
                 after = group.state.revision
-                await write(_full(group))
+                await write(feed.full(group))
             for change in feed.after(after):
                 await write(change)
                 after = change.revision

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -27,7 +27,7 @@ from weightplane.controlplane.core.reasons import Reason
 
 from .calls import Guard
 from .errors import Refused, status_of
-from .gateway_call import Ended, HttpContext, Method, body_of, error_of, methods, refusal, request_of
+from .gateway_call import Ended, HttpContext, Lines, Method, body_of, error_of, methods, refusal, request_of
 from .security import Authoriser
 
 __all__ = ["TIMEOUT_HEADER", "Gateway"]
@@ -80,6 +80,7 @@ class Gateway:
         here under a name of its own (DNS rebinding)."""
         self._authoriser, self._loopback_only = authoriser, loopback_only
         self._methods = methods(guard, services)
+        self._said = Lines()
         self.app = Starlette(
             routes=[Route("/{service}/{method}", self._call, methods=["POST"])],
             exception_handlers={HTTPException: _elsewhere, _Refusal: _refused},
@@ -95,8 +96,12 @@ class Gateway:
             raise _Refusal(Reason.NOT_IMPLEMENTED, f"{name} is a stream in both directions: dial gRPC for it")
         self._check(request)
         timeout = _timeout(request, None if method.streams else _TIMEOUT_S)
-        messages: asyncio.Queue[Message | status_pb2.Status | None] = asyncio.Queue(1)
-        context = _context(request, timeout, messages)
+        messages: asyncio.Queue[bytes | status_pb2.Status | None] = asyncio.Queue(1)
+
+        async def send(message: Message) -> None:  # back once its turn was had: who follows paces itself by that
+            await messages.put(await self._said.of(message))
+
+        context = _context(request, timeout, send)
         try:
             self._authoriser.admit(method.path, context)  # type: ignore[arg-type]  # before a byte of the body is read
         except Refused as e:
@@ -119,11 +124,11 @@ class Gateway:
             raise _Refusal(Reason.PERMISSION_DENIED, text)
 
 
-def _context(request: Request, timeout: float | None, messages: asyncio.Queue[Any]) -> HttpContext:
+def _context(request: Request, timeout: float | None, send: Callable[[Message], Awaitable[None]]) -> HttpContext:
     client = request.client
     names, uris = request.scope["state"].get("certificate", ((), ()))
     peer = f"http:{client.host}:{client.port}" if client is not None else "http:"
-    return HttpContext(peer, request.headers.items(), names, uris, timeout, messages.put)
+    return HttpContext(peer, request.headers.items(), names, uris, timeout, send)
 
 
 def _timeout(request: Request, default: float | None) -> float | None:
@@ -189,7 +194,7 @@ async def _stream(
     method: Method,
     asked: Any,
     context: HttpContext,
-    messages: asyncio.Queue[Message | status_pb2.Status | None],
+    messages: asyncio.Queue[bytes | status_pb2.Status | None],
     timeout: float | None,
 ) -> Response:
     """An error that comes before any message is the whole answer."""
@@ -224,19 +229,14 @@ async def _stream(
         return _error(first)
 
     async def lines() -> AsyncIterator[bytes]:
-        message = first
+        line = first
         try:
-            while message is not None:
-                if isinstance(message, status_pb2.Status):
-                    yield json.dumps({"error": error_of(message)}).encode() + b"\n"
+            while line is not None:
+                if isinstance(line, status_pb2.Status):
+                    yield json.dumps({"error": error_of(line)}).encode() + b"\n"
                     return
-                try:
-                    line = body_of(message)
-                except Ended as e:
-                    message = e.status
-                    continue
                 yield line + b"\n"
-                message = await messages.get()
+                line = await messages.get()
         finally:
             await over()
 

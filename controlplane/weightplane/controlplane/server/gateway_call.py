@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from weightplane.controlplane.core.reasons import Failure, Reason
 from .calls import Guard, Undecodable
 from .errors import Refused, status_of
 
-__all__ = ["Ended", "HttpContext", "Method", "body_of", "error_of", "methods", "refusal", "request_of"]
+__all__ = ["Ended", "HttpContext", "Lines", "Method", "body_of", "error_of", "methods", "refusal", "request_of"]
 
 _DETAILS = "grpc-status-details-bin"
 _DEPTH = 32  # of nested JSON
@@ -135,6 +137,25 @@ def body_of(message: Message) -> bytes:
         text = f"the answer cannot be said in JSON: {str(e)[:200]}: ask for it by gRPC"
         raise Ended(refusal(Reason.NOT_IMPLEMENTED, text)) from None
     return json.dumps(said, ensure_ascii=False).encode()
+
+
+class Lines:
+    """The lines of all streams. One at a time, and the coordinator, whose event loop it is, has its turn between two: a
+    change has a line for each of hundreds of callers. A message that many are sent is put into JSON once."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._newest: deque[tuple[Message, bytes]] = deque(maxlen=8)
+
+    async def of(self, message: Message) -> bytes:
+        """As ``body_of``."""
+        async with self._turn:
+            await asyncio.sleep(0)  # whoever waits for the turn stands in line; without this all would go at once
+            line = next((line for known, line in self._newest if known is message), None)
+            if line is None:
+                line = body_of(message)
+                self._newest.append((message, line))
+            return line
 
 
 def error_of(status: status_pb2.Status) -> dict[str, Any]:

@@ -28,6 +28,8 @@ _MOST = 256  # connections that are answered at a time, open streams among them;
 _ASKING = 256  # and that are still asking
 _LOOKS = (0.25, 2.0, 10.0)  # seconds between looks at whether somebody who says no more is still there
 _IDLE_S = 10.0  # that a connection may take for a request's headers, the time before them included
+_UNREAD_S = 30.0  # that a connection stays whose caller takes nothing of what is sent
+_UNREAD = 256 << 10  # bytes on their way to one; by default the kernel keeps megabytes for who reads nothing
 _LOOK_S = 1.0
 _LEAVE_S = 2
 
@@ -40,6 +42,8 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, "certificate": names_in(transport.get_extra_info("peercert"))}
         self._asks_since, self._asks_by = self.loop.time(), self.loop.call_later(_IDLE_S, self._idle)
+        self._unread_by: asyncio.TimerHandle | None = None
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
         self._half_closed, self._asked = False, self.app
         self.app = self._answer
         self._find_room()
@@ -100,8 +104,25 @@ class _Connection(H11Protocol):
         if self.asks:
             self.transport.close()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_by = self.loop.call_later(_UNREAD_S, self._unread)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread_by is not None:
+            self._unread_by.cancel()
+
+    def _unread(self) -> None:
+        """Of 256 calls at a time it would keep one for ever. It cannot be told: it does not read."""
+        path = self.scope["path"][:200] if self.scope else "no request"
+        log.warning("gateway: %s of %s: its caller took nothing for %g s; it is ended", path, self.client, _UNREAD_S)
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._asks_by.cancel()
+        if self._unread_by is not None:
+            self._unread_by.cancel()
         super().connection_lost(exc)
 
 

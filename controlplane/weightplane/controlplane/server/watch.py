@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from weakref import WeakKeyDictionary
 
 from weightplane.controlplane.core.events import RankGone, RankHello
+from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.reasons import Reason
 from weightplane.controlplane.core.update_state import Update
 from weightplane.v1 import weight_transfer_pb2 as wt
@@ -16,7 +18,9 @@ from . import project
 from .fields import refuse
 from .runtime import Group
 
-__all__ = ["changes", "paced", "updates"]
+__all__ = ["SHARED_S", "changes", "paced", "updates"]
+
+SHARED_S = 0.1  # that watchers are given the same message of one state; its clocks are as old
 
 
 @contextmanager
@@ -67,13 +71,30 @@ async def _follow(
                 raise group.over
             began = perf_counter()
             u = group.find(update_id) if update_id else project.newest_update(group.state, generation)
-            answer = _event(group, u, generation)
+            answer = _shared(group, u, generation)
             if sent is None or not _same(sent, answer):
                 await write(answer)
                 sent = answer
             if answer.fenced or (update_id and (u is None or u.closed)):
                 return
             await paced(changed, began)
+
+
+_Told = dict[tuple[str, int], wt.WatchUpdateResponse]
+#: By group: a state of it, until when that may be told of, and what watchers were told, by update and generation.
+_told: WeakKeyDictionary[Group, tuple[GroupState, float, _Told]] = WeakKeyDictionary()
+
+
+def _shared(group: Group, u: Update | None, generation: int) -> wt.WatchUpdateResponse:
+    """``_event``, made once for all who look at the same state at the same time."""
+    state, until, told = _told.get(group, (None, 0.0, {}))
+    if state is not group.state or group.now() > until:
+        told = {}
+        _told[group] = group.state, group.now() + SHARED_S, told
+    key = (u.update_id if u is not None else "", generation)
+    if key not in told:
+        told[key] = _event(group, u, generation)
+    return told[key]
 
 
 def _event(group: Group, u: Update | None, generation: int) -> wt.WatchUpdateResponse:
