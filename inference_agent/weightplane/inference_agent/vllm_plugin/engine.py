@@ -30,8 +30,6 @@ __all__ = ["InitInfo", "UpdateInfo", "WeightplaneTransferEngine"]
 
 log = logging.getLogger("weightplane.vllm")
 
-#: vLLM's worker only notes that an update begins, once its engine agreed. Older ones may have touched the model before.
-_ONLY_MARKS = hasattr(WeightTransferEngine, "reset_weight_update_target")
 _LEAVES_S = 1.0  # that an agent which just ended has until its session is over here
 
 
@@ -141,13 +139,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         )
 
     def start_weight_update(self) -> None:
-        """Nothing: the model leaves its kernel layout inside one ``update_weights`` only. Raises unless the agent said
-        that it comes: nothing could be loaded, and its end would give what vLLM generates a version by hand."""
-        if _ONLY_MARKS and not self._refusal and not self.worker.expected:
-            raise RuntimeError(
-                "weightplane: updates of this vLLM's weights and of their version are weightplane's agent's: publish "
-                "instead of calling /start_weight_update by hand"
-            )
+        """Nothing: the model leaves its kernel layout inside one ``update_weights`` only."""
 
     def finish_weight_update(self) -> None:
         """Nothing, and never raises: vLLM would count the update as under way for ever."""

@@ -69,7 +69,6 @@ class Holder:
         if device.type == "cuda":
             self._data.submit(self._on_card)
         self._update: Update | None = None
-        self.expected = 0  # updates of vLLM's that the agent is about to begin, or is in: nobody else's may begin
 
     def _on_card(self) -> None:
         """The data thread makes its tensors on a stream of its own: what vLLM's thread let go of on its stream, with

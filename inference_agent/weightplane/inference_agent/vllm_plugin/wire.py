@@ -41,7 +41,7 @@ __all__ = [
     "same_user",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 3
 
 MOST = 1 << 30  # bytes of one frame
 _HEAD = 4

@@ -179,11 +179,6 @@ class WorkerReplica(Applying):
 
     # --- beside updates
 
-    def _do_expect(self, m: dict[str, Any]) -> Any:
-        """The agent calls vLLM's update now (``by`` 1), or has (-1). A late end of one does not end the next."""
-        self.expected = max(0, self.expected + m["by"])
-        return {}
-
     def _do_paused_by(self, m: dict[str, Any]) -> Any:
         self._tell(paused_by=m["holders"])
         return {}
@@ -202,7 +197,6 @@ class WorkerReplica(Applying):
             channels.close()
         self._channels.clear()
         self._opened.clear()
-        self.expected = 0
         u: Update | None = self._update
         if u is not None and u.stream is not None:
             u.stream.abort("the agent is gone")

@@ -38,7 +38,7 @@ from ..base import (
     WorkerDevice,
 )
 from .attached import CALL_S, QUICK_S, Attached
-from .drivers import Driver, DriverTimeout, Label
+from .drivers import Driver, DriverTimeout
 from .remote import open_worker
 
 __all__ = ["VllmEngine"]
@@ -173,30 +173,7 @@ class VllmEngine(Attached):
         if all(a["known"] for a in self._each("knows", CALL_S, manifest_id=manifest.id)):
             return
         self._each("manifest", CALL_S, manifest=manifest_json(manifest))
-        self._announce()
-        self._call({"do": "survey", "manifest_id": manifest.id}, lambda: None)
-
-    def _announce(self) -> None:
-        """The workers let vLLM's update begin (nobody else's), until ``_call`` is over."""
-        try:
-            self._each("expect", CALL_S, by=1)
-        except BaseException:
-            self._retract()
-            raise
-
-    def _retract(self) -> None:
-        for link in self._attached:
-            try:
-                link.call("expect", QUICK_S, by=-1)
-            except EngineError as e:
-                log.debug("worker %d does not know yet that vLLM's call is over: %s", link.hello.rank, e)
-
-    def _call(self, info: Mapping[str, Any], label: Label) -> None:
-        """Have vLLM do one thing on every worker's main thread. It was announced."""
-        try:
-            self._driver.update(info, label, self._apply_s)
-        finally:
-            self._retract()
+        self._driver.update({"do": "survey", "manifest_id": manifest.id}, lambda: None, self._apply_s)
 
     # --- workers elsewhere
 
@@ -363,7 +340,6 @@ class VllmEngine(Attached):
         if self._streaming is not None:
             return  # another call of the same update
         self._check_paused()
-        self._announce()  # here: the workers' data threads wait for what comes as soon as they are told to
         future = self._streaming = Future()
 
         def label() -> str | None:
@@ -371,7 +347,7 @@ class VllmEngine(Attached):
 
         def work() -> None:
             try:
-                self._call({"do": "stream", "update_id": update_id}, label)
+                self._driver.update({"do": "stream", "update_id": update_id}, label, self._apply_s)
             except Exception as e:
                 future.set_exception(e)
             else:
@@ -417,8 +393,7 @@ class VllmEngine(Attached):
         self._check_awake()
         self._check_paused()
         self._mixed = f"update {update_id} is being applied"
-        self._announce()
-        self._call({"do": "apply", "update_id": update_id}, lambda: str(u.version))
+        self._driver.update({"do": "apply", "update_id": update_id}, lambda: str(u.version), self._apply_s)
         self._loads = tuple(self._each("applied", CALL_S, update_id=update_id))
 
     def commit(self, update_id: str) -> None:
