@@ -145,6 +145,116 @@ def test_an_abort_stops_both_halves_before_the_call_ends(large: Pair, monkeypatc
     assert at.is_set() and running == 0
 
 
+def test_what_fails_in_the_data_threads_half_lets_go_of_nothing_that_the_other_uses(
+    large: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Released under it, a READ of the second agent is used after it was freed."""
+    source, target = [data(LARGE, 1)], [torch.zeros(LARGE, dtype=torch.uint8)]
+    large.update(source, target)
+    other, begin, token = second(large), Agent.start, ArmToken("u2", 1, 1)
+    assert other is not None
+    inside, failed, order = threading.Event(), threading.Event(), list[str]()
+
+    def start(self: Agent, read: int) -> bool:
+        if self is not other:
+            assert inside.wait(10)
+            failed.set()
+            raise UcxError("planted: its sender died")
+        inside.set()
+        assert failed.wait(10)
+        time.sleep(0.1)  # a copy that takes its time
+        order.append("copied")
+        return begin(self, read)
+
+    def noted(name: str, call: Any) -> Any:
+        def noting(self: Agent, *args: Any) -> Any:
+            if self is other:
+                order.append(name)
+            return call(self, *args)
+
+        return noting
+
+    monkeypatch.setattr(Agent, "start", start)
+    monkeypatch.setattr(Agent, "release", noted("released", Agent.release))
+    monkeypatch.setattr(Agent, "remove", noted("disconnected", Agent.remove))
+    large.sender.arm(token, [large.bucket], time.monotonic() + 30)
+    large.receiver.arm(token, [large.bucket], time.monotonic() + 30)
+    before = large.receiver.bytes_landed
+    large.sender.send(large.bucket, source)
+    with pytest.raises(PeerLost, match="planted"):
+        large.receiver.receive(large.bucket, target)
+    assert order[0] == "copied" and "released" in order and "disconnected" in order
+    assert large.receiver.bytes_landed - before >= 8 << 20, "what was copied may have been written"
+
+
+def test_a_half_that_does_not_end_is_counted_whole_and_its_channel_is_over(
+    large: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy hangs in the kernel, say: in place the replica must not believe that nothing was written."""
+    target = [torch.zeros(LARGE, dtype=torch.uint8)]
+    update(large, 1, target)
+    other, begin, token = second(large), Agent.start, ArmToken("u2", 1, 1)
+    inside, go = threading.Event(), threading.Event()
+
+    def start(self: Agent, read: int) -> bool:
+        if self is other:
+            inside.set()
+            assert go.wait(30)
+        else:
+            assert inside.wait(10)
+            large.receiver.abort("test")
+        return begin(self, read)
+
+    monkeypatch.setattr(Agent, "start", start)
+    monkeypatch.setattr(ucx_beside, "_END_S", 0.1)
+    large.sender.arm(token, [large.bucket], time.monotonic() + 30)
+    large.receiver.arm(token, [large.bucket], time.monotonic() + 30)
+    before = large.receiver.bytes_landed
+    large.sender.send(large.bucket, [data(LARGE, 2)])
+    try:
+        with pytest.raises(TransportError, match="test"):
+            large.receiver.receive(large.bucket, target)
+        assert large.receiver.bytes_landed - before >= LARGE // 2
+        assert large.importer.broken
+    finally:
+        go.set()
+
+
+def test_a_sender_that_does_not_work_for_a_second_agent_is_read_by_one(
+    large: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds its GIL, or is stopped: one agent needs nothing of it."""
+    first, done = large.importer._agent, Agent.done
+    monkeypatch.setattr(Agent, "start", lambda self, read, start=Agent.start: start(self, read) and self is first)
+    monkeypatch.setattr(Agent, "done", lambda self, read: self is first and done(self, read))
+    monkeypatch.setattr(ucx_beside, "CONNECT_S", 0.1)
+    target = [torch.zeros(LARGE, dtype=torch.uint8)]
+    with caplog.at_level(logging.WARNING):
+        update(large, 1, target)
+    assert second(large) is None
+    assert "one agent reads all by itself: 's' did not work for it within 0.1 s" in caplog.text
+
+
+def test_memory_that_the_second_agent_cannot_register_is_read_by_one_from_then_on(
+    large: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets whose READs were ready for two are read too."""
+    source, target = [data(LARGE, 1)], [torch.zeros(LARGE, dtype=torch.uint8)]
+    large.update(source, target)
+    other, register = second(large), Agent.register
+
+    def refuses(self: Agent, memory: Any) -> None:
+        if self is other:
+            raise UcxError("planted: locked memory")
+        register(self, memory)
+
+    monkeypatch.setattr(Agent, "register", refuses)
+    large.update(source, [torch.zeros(LARGE, dtype=torch.uint8)])
+    assert second(large) is None
+    target[0].zero_()
+    large.update(source, target)
+
+
 def test_without_a_second_agent_one_reads_all(
     large: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,7 +270,7 @@ def test_without_a_second_agent_one_reads_all(
     assert said == ["r: one agent reads all by itself: planted: too many open files"]
 
 
-def test_without_a_thread_the_halves_come_one_after_the_other(large: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_one_reads_all(large: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoThread(threading.Thread):
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
@@ -169,4 +279,4 @@ def test_without_a_thread_the_halves_come_one_after_the_other(large: Pair, monke
     target = [torch.zeros(LARGE, dtype=torch.uint8)]
     for seed in (1, 2):
         update(large, seed, target)
-    assert second(large) is not None
+    assert second(large) is None

@@ -24,7 +24,7 @@ from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.controlplane.core.states import CachePolicy, Mode, PauseMode
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.base import EngineError, EngineUpdate
-from weightplane.inference_agent.engines.vllm import attached
+from weightplane.inference_agent.engines.vllm import adapter, attached
 from weightplane.inference_agent.engines.vllm.adapter import VllmEngine
 from weightplane.inference_agent.engines.vllm.async_llm import AsyncDriver
 from weightplane.inference_agent.engines.vllm.drivers import Driver, DriverError, DriverTimeout, Label
@@ -220,6 +220,29 @@ def test_who_is_paused_by_hand_is_not_routed_to(monkeypatch: pytest.MonkeyPatch)
             eventually(lambda: told() == (), 10, "it goes on by hand")
         finally:
             agent.stop()
+
+
+def test_a_resume_that_vllm_refused_is_made_again_and_is_no_pause_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stand still for ever, and somebody's hand would be blamed."""
+    monkeypatch.setattr(attached, "_HAND_S", 0.1)
+
+    class Refuses(Pretended):
+        left = 1
+
+        def resume(self, timeout: float) -> None:
+            if self.left:
+                self.left -= 1
+                raise DriverError("POST /resume: connection reset")
+            super().resume(timeout)
+
+    driver = Refuses()
+    with engine(driver) as e:
+        e.pause("update", PauseMode.KEEP)
+        assert e.wait_paused("update", 5)
+        e.resume("update")
+        assert driver.paused
+        eventually(lambda: not driver.paused, 10, "it goes on")
+        assert not e.paused_by_hand
 
 
 def test_a_pause_of_ours_that_ends_as_vllm_is_asked_is_none_by_hand() -> None:
@@ -650,7 +673,7 @@ def test_requests_in_flight_are_those_of_every_instance(two: list[Instance], mon
     driver.close()
 
 
-def test_requests_are_counted_while_a_pause_waits_for_them_and_not_after() -> None:
+def test_requests_are_counted_while_a_pause_waits_for_them_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
     class Drains(Pretended):
         done, dead = threading.Event(), False
 
@@ -659,11 +682,15 @@ def test_requests_are_counted_while_a_pause_waits_for_them_and_not_after() -> No
 
         def in_flight(self, timeout: float) -> int:
             if self.dead:
-                raise DriverTimeout("GET /metrics: no answer")
+                raise AttributeError("another release's")
             return 3
 
+    monkeypatch.setattr(adapter, "COUNT_EVERY_S", 0.0)
     driver = Drains()
     with engine(driver) as e:
+        e.pause("operator", PauseMode.WAIT)
+        assert not e.wait_paused("operator", 0.01) and e.running_requests == 0, "no update waits"
+        e.resume("operator")
         e.pause("update", PauseMode.WAIT)
         assert not e.wait_paused("update", 0.01) and e.running_requests == 3
         driver.dead = True

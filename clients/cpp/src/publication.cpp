@@ -120,7 +120,7 @@ void Publication::start() {
             started_ = plane_.call("StartUpdate", &Stub::StartUpdate, ask, deadline_ + seconds_of(kMargin), stop_);
             break;
         } catch (const Refused &e) {
-            opening_ = e.update && !over(*e.update);
+            opening_ = e.leaderless || (e.update && !over(*e.update)); // an attempt before may have opened it
             if (e.update)
                 token_.update_id = e.update->update_id();
             if ((e.reason != "REBIND_REQUIRED" && e.reason != "NOT_ENOUGH_REPLICAS") || Clock::now() >= patience_)

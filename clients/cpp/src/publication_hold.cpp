@@ -78,6 +78,8 @@ void Publication::hold() {
             const double left = e.reason == "TRAINER_HELD" ? lapses_in(e.what()) : -1;
             if (left >= 0 && !lapsed)
                 lapsed = in_seconds(left + kLate);
+            if (e.leaderless)
+                lapsed.reset(); // who leads next gives a dead trainer's hold a lease anew
             const bool wait = e.leaderless || (left >= 0 && Clock::now() < *lapsed); // who renews it meanwhile lives
             if (!wait || Clock::now() >= patience_)
                 throw;

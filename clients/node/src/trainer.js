@@ -218,7 +218,8 @@ export class Trainer {
         this.gone = false;
         if (decided(update)) return update;
       } catch (error) {
-        if (reasonOf(error)) return null; // it knows of no such update, say: one with another store
+        // It knows of no such update, say: one with another store. (One that stands by knows nothing yet.)
+        if (reasonOf(error) && error.code !== grpc.status.UNAVAILABLE) return null;
         this.gone = true;
       }
       if (Date.now() + RETRY_MS > end) return null;

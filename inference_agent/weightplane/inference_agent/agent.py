@@ -377,7 +377,11 @@ class InferenceAgent:
                 self._beat_at = now  # a process takes seconds to start on a busy machine, more than a lease may have
                 self._session.beat(self._ops.progress)
         if self.engine.paused_by_hand is not self._by_hand:
-            what = "goes on" if self._by_hand else "stands still, paused by hand: it is not routable until it goes on"
+            what = (
+                "is no longer paused by hand"
+                if self._by_hand
+                else "stands still, paused by hand: it is not routable until it goes on"
+            )
             log.warning("replica %s: its engine %s", self.replica_id, what)
             self._state = replace(self._state, sequence=self._state.sequence + 1)
             self._report()

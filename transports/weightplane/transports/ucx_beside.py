@@ -36,7 +36,8 @@ _COPIED: Final = ("cma/", "knem/", "xpmem/")
 #: Rows here, rows there (as ``Agent.prepare`` takes them), bytes.
 Piece = tuple[Any, Any, int]
 _LOOK_S: Final = 0.001
-_END_S: Final = 2.0  # seconds that a half may take to end when it must
+_END_S: Final = 0.5  # seconds that a half may take to end when it must
+CONNECT_S: Final = 1.0  # and a sender to work for a second agent: without one the bucket is read as well
 
 
 class _Stopped(Exception):
@@ -67,7 +68,7 @@ class Beside:
         self, sender: str, welcome: PullWelcome, regions: Mapping[int, UcxRegion], check: Callable[[], None],
         pieces: Sequence[Piece],
     ) -> list[Read]:  # fmt: skip
-        """READs of pieces of host memory. None if there can be no second agent, which is logged once.
+        """READs of pieces of host memory. None if there can be no second agent.
 
         The first for a sender connects to it, which the sender must work for; ``check`` is called meanwhile, and may
         raise.
@@ -82,10 +83,15 @@ class Beside:
                     agent.add(region.metadata)
                     known.add(number)
             return [(agent.prepare(name, "DRAM", mine, "DRAM", other), nbytes) for mine, other, nbytes in pieces]
-        except UcxError as e:  # out of descriptors, or of memory
-            log.warning("%s: one agent reads all by itself: %s", self._first.member, e)
-            self.close()
+        except UcxError as e:
+            self.give_up(e)
             return []
+
+    def give_up(self, why: object) -> None:
+        """There is no second agent any more, on this channel: out of descriptors, memory or threads. Logged once."""
+        if not self._unable:
+            log.warning("%s: one agent reads all by itself: %s", self._first.member, why)
+        self.close()
 
     def _made(self) -> Agent:
         if self._agent is None:
@@ -94,8 +100,8 @@ class Beside:
             except TransportError as e:
                 raise UcxError(str(e)) from e
             try:
-                self._regions.join(agent)
                 agent.register([self._probe_memory])
+                self._regions.join(agent, self.give_up)
             except BaseException:
                 agent.close()
                 raise
@@ -108,13 +114,17 @@ class Beside:
         name = agent.add(welcome.ucx.agent_metadata)
         self._known[sender] = name, set()
         agent.add(probe.metadata)
-        n = min(64, probe.nbytes)
-        read = agent.prepare(
-            name, "DRAM", rows([(self._probe.data_ptr(), n, 0)]), *where(probe.device, [(probe.address, n)])
-        )
-        reads = Reads(agent)
+        n, until = min(64, probe.nbytes), time.monotonic() + CONNECT_S
+        here, there = rows([(self._probe.data_ptr(), n, 0)]), where(probe.device, [(probe.address, n)])
+        read = agent.prepare(name, "DRAM", here, *there)
+
+        def look() -> None:
+            check()
+            if time.monotonic() > until:
+                raise UcxError(f"{sender!r} did not work for it within {CONNECT_S:g} s")
+
         try:
-            reads.run([(read, n)], check, lambda _: None, lambda *_: time.sleep(0.001), partial(self.cut, sender))
+            Reads(agent).run([(read, n)], look, _uncounted, _moment, partial(self.cut, sender))
         except BaseException:
             self.forget(sender)
             raise
@@ -123,23 +133,29 @@ class Beside:
 
     def cut(self, sender: str, flying: Collection[Read]) -> bool:
         """READs that were given up land no more; whether they ended."""
-        assert self._agent is not None
-        return not flying or Reads(self._agent).quiet(self._known[sender][0], flying)
+        if not flying:
+            return True
+        if self._agent is None or sender not in self._known:
+            return False
+        return Reads(self._agent).quiet(self._known[sender][0], flying)
 
-    def begin(self, sender: str, reads: Sequence[Read]) -> Half:
+    def begin(self, sender: str, reads: Sequence[Read], spans: Sequence[torch.Tensor]) -> Half:
         """Run them, from now on, in a thread. ``RuntimeError``: none can be made."""
-        return Half(self, self.reads(), sender, reads)
-
-    def reads(self) -> Reads:
-        """The second agent's."""
         assert self._agent is not None
-        return Reads(self._agent)
+        return Half(self, Reads(self._agent), sender, reads, spans)
 
     def release(self, reads: Iterable[Read]) -> None:
         """Forget READs, none of which runs."""
         if self._agent is not None:
             for read, _ in reads:
                 self._agent.release(read)
+
+    def abandon(self) -> None:
+        """The second agent is left to its thread, which is in it and does not come back."""
+        agent, self._agent, self._unable = self._agent, None, True
+        self._known.clear()
+        if agent is not None:
+            self._regions.leave(agent, deregister=False)
 
     def knows(self, sender: str) -> bool:
         """Whether the second agent is connected to it."""
@@ -158,46 +174,62 @@ class Beside:
             self.forget(sender)
         agent, self._agent, self._unable = self._agent, None, True
         if agent is not None:
-            self._regions.leave(agent)
+            self._regions.leave(agent, deregister=True)
             with contextlib.suppress(UcxError):
                 agent.deregister([self._probe_memory])
             agent.close()
 
 
 class Half:
-    """One run of READs in a thread of its own. Used by the data thread, which calls ``look`` until it says True."""
+    """One run of READs in a thread of its own, which holds ``spans``. Used by the data thread: it calls ``look`` until
+    that says True, or ``end``."""
 
-    def __init__(self, beside: Beside, reads: Reads, sender: str, todo: Sequence[Read]) -> None:
-        self._beside, self._reads, self._sender, self._todo = beside, reads, sender, todo
+    def __init__(
+        self, beside: Beside, reads: Reads, sender: str, todo: Sequence[Read], spans: Sequence[torch.Tensor]
+    ) -> None:
+        self._beside, self._reads, self._sender, self._todo, self._spans = beside, reads, sender, todo, spans
         self._landed: deque[int] = deque()
+        self._left = sum(n for _, n in todo)  # bytes that are not counted yet
         self._stop, self._over = threading.Event(), threading.Event()
         self._error: BaseException | None = None
-        self.stuck = False  # READs that were given up did not end: memory may still be written
+        self.stuck = False  # it does not end: memory may still be written
         self.slow = False  # a READ takes so long that the sender's processor must work for it
         threading.Thread(target=self._run, name="weightplane-ucx-half", daemon=True).start()
 
     def look(self, landed: Callable[[int], None]) -> bool:
         """Count what landed since; whether it is over. Raises what ended it."""
         over = self._over.is_set()  # before the counts: those of the end are among them
-        while self._landed:
-            landed(self._landed.popleft())
+        self._count(landed)
         if over and self._error is not None:
             error, self._error = self._error, None  # it holds frames, which hold this
             raise error
         return over
 
+    def _count(self, landed: Callable[[int], None]) -> None:
+        while self._landed:
+            n = self._landed.popleft()
+            self._left -= n
+            landed(n)
+
     def wait(self) -> None:
         """A moment, or until it is over."""
         self._over.wait(_LOOK_S)
 
-    def end(self, landed: Callable[[int], None]) -> None:
-        """Stop it, wait until nothing of it lands any more, and count the rest. Never raises."""
+    def stop(self) -> None:
+        """It begins no READ any more."""
         self._stop.set()
-        if not self._over.wait(_END_S):
+
+    def end(self, landed: Callable[[int], None]) -> None:
+        """Stop it, wait until nothing of it lands any more, and count what may have landed. Never raises."""
+        self.stop()
+        over = self._over.wait(_END_S)
+        with contextlib.suppress(Exception):
+            while self._landed:
+                self._count(landed)
+        if not over:
             self.stuck = True
-        while self._landed:
             with contextlib.suppress(Exception):
-                landed(self._landed.popleft())
+                landed(self._left)
         self._error = None
 
     def _run(self) -> None:
@@ -220,3 +252,13 @@ class Half:
     def _give_up(self, flying: Collection[Read]) -> None:
         if not self._beside.cut(self._sender, flying):
             self.stuck = True
+
+
+def _uncounted(nbytes: int) -> None:
+    """Of a probe: nobody's bytes."""
+    del nbytes
+
+
+def _moment(seconds: float, nbytes: int) -> None:
+    del seconds, nbytes
+    time.sleep(0.001)

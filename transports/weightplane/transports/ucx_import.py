@@ -21,7 +21,7 @@ from weightplane.v1.transport_pb2 import PullRegion, PullWelcome, UcxRegion
 from .base import PeerLost, TransportError
 from .pull_abc import Entry, Importer, Pull
 from .ucx_agent import Agent, UcxError
-from .ucx_beside import Beside, Piece
+from .ucx_beside import Beside, Half, Piece
 from .ucx_export import describe
 from .ucx_memory import Regions, on_device
 from .ucx_reads import Read, Reads, rows, slow_after, where
@@ -202,31 +202,34 @@ class UcxImporter(Importer):
         if remote.outdated or not remote.name:  # not named: a read was given up since
             self._reconnect(sender, remote)
         plan = remote.plans.get(pull.bucket.index)
-        if plan is None or plan.entry is not pull.entry or plan.spans is not pull.spans:
+        known = plan is not None and (not plan.beside or self._beside.knows(sender))
+        if plan is None or not known or plan.entry is not pull.entry or plan.spans is not pull.spans:
             plan = None  # it may hold the last reference to its memory
             plan = self._plan(sender, remote, pull)
+        half: Half | None = None
+        if plan.beside:
+            try:
+                half = self._beside.begin(sender, plan.beside, pull.spans)
+            except RuntimeError as e:  # no thread can be made
+                self._beside.give_up(e)
+                plan = self._plan(sender, remote, pull)
         device = pull.spans[0].device if pull.spans else None
         with on_device(device):
             try:
-                if plan.beside:
-                    self._run_both(sender, remote, plan, pull)
+                if half is not None:
+                    self._run_both(sender, remote, plan, pull, half)
                 else:
                     self._run(sender, remote, plan.reads, pull.check, pull.landed)
             except UcxError as e:
                 by, bucket = describe(self._agent)["ucx_transports"], pull.bucket
                 what = f"bucket {bucket.index} of {bucket.nbytes} bytes, into {device or 'nothing'}, by UCX over {by}"
                 raise PeerLost(f"{sender!r} cannot be read: {what}: {e}", peers=(sender,), bucket=bucket.index) from e
-        if remote.serves and plan.beside:  # a new connection wants it for a moment; then it takes a core from two
+        if remote.serves and half is not None:  # a new connection wants it for a moment; then it takes a core from two
             remote.serves = False
             self.ask_serve(sender, False)
 
-    def _run_both(self, sender: str, remote: _Remote, plan: _Plan, pull: Pull) -> None:
-        try:
-            half = self._beside.begin(sender, plan.beside)
-        except RuntimeError:  # no thread can be made: one half after the other
-            self._run(sender, remote, plan.reads, pull.check, pull.landed)
-            idle, cut = partial(self._idle, sender, remote), partial(self._beside.cut, sender)
-            return self._beside.reads().run(plan.beside, pull.check, pull.landed, idle, cut)
+    def _run_both(self, sender: str, remote: _Remote, plan: _Plan, pull: Pull, half: Half) -> None:
+        ended = True
 
         def check() -> None:
             pull.check()
@@ -234,19 +237,25 @@ class UcxImporter(Importer):
                 self._serve(sender, remote)
             half.look(pull.landed)
 
+        def give_up(flying: Collection[Read]) -> None:
+            nonlocal ended
+            half.stop()
+            ended = self._cut(remote, flying)
+
         try:
-            self._run(sender, remote, plan.reads, check, pull.landed)
+            self._reads.run(plan.reads, check, pull.landed, partial(self._idle, sender, remote), give_up)
             while not half.look(pull.landed):
                 half.wait()
                 check()
         except BaseException:
-            half.end(pull.landed)
+            half.end(pull.landed)  # before anything that it uses is let go of
             if half.stuck:
+                self._beside.abandon()
+            if half.stuck or not ended:
                 self._give_up_all()
             else:
                 self._forget(remote)  # the second agent may have disconnected
             raise
-        return None
 
     def _plan(self, sender: str, remote: _Remote, pull: Pull) -> _Plan:
         index = pull.bucket.index
@@ -335,16 +344,19 @@ class UcxImporter(Importer):
         """See ``Reads.run``."""
 
         def give_up(flying: Collection[Read]) -> None:
-            name = remote.name
-            if flying:
-                remote.name = ""
-                if self._reads.quiet(name, flying):
-                    self._forget(remote)
-                else:
-                    self._give_up_all()
+            if not self._cut(remote, flying):
+                self._give_up_all()
+            elif flying:
+                self._forget(remote)
 
-        idle = partial(self._idle, sender, remote, connecting=connecting)
-        self._reads.run(reads, check, landed, idle, give_up)
+        self._reads.run(reads, check, landed, partial(self._idle, sender, remote, connecting=connecting), give_up)
+
+    def _cut(self, remote: _Remote, flying: Collection[Read]) -> bool:
+        """READs that were given up land no more: it disconnects; whether they ended."""
+        if not flying:
+            return True
+        name, remote.name = remote.name, ""
+        return self._reads.quiet(name, flying)
 
     def _idle(self, sender: str, remote: _Remote, passed: float, nbytes: int, *, connecting: bool = False) -> None:
         """Between two looks at a READ that is not done: the longer it takes, the longer."""

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import itertools
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -66,6 +66,7 @@ class Regions:
 
     def __init__(self, agent: Agent) -> None:
         self._agents = [agent]
+        self._lost: Callable[[UcxError], None] = _nobody
         self._ids = itertools.count(1)
         self._by_id: dict[int, Region] = {}
         self._by_storage: dict[tuple[str, int, int], Region] = {}  # kind, device, address of a storage
@@ -113,28 +114,27 @@ class Regions:
         return found
 
     def _register(self, memory: Sequence[Memory]) -> None:
-        """At every agent, or at none."""
-        done: list[Agent] = []
-        try:
-            for agent in self._agents:
+        first, *others = self._agents
+        first.register(memory)
+        for agent in others:
+            try:
                 agent.register(memory)
-                done.append(agent)
-        except BaseException:
-            for agent in done:
-                with contextlib.suppress(UcxError):
-                    agent.deregister(memory)
-            raise
+            except UcxError as e:
+                self._lost(e)
 
-    def join(self, agent: Agent) -> None:
-        """Another agent that has every region from now on. ``UcxError``: it cannot."""
+    def join(self, agent: Agent, lost: Callable[[UcxError], None]) -> None:
+        """Another agent that has every region from now on. ``UcxError``: it cannot. ``lost``: called when it cannot
+        register one that the first has; it must ``leave`` then."""
         agent.register([r.memory for r in self])
         self._agents.append(agent)
+        self._lost = lost
 
-    def leave(self, agent: Agent) -> None:
-        """An agent that joined, and is being closed."""
+    def leave(self, agent: Agent, *, deregister: bool) -> None:
+        """An agent that joined goes; ``deregister``: unless it must not be touched any more."""
         self._agents.remove(agent)
-        with contextlib.suppress(UcxError):
-            agent.deregister([r.memory for r in self])
+        for memory in [r.memory for r in self] if deregister else []:
+            with contextlib.suppress(UcxError):
+                agent.deregister([memory])
 
     def _region(self, span: torch.Tensor, new: list[Region]) -> tuple[Region, int, int]:
         storage = span.untyped_storage()
@@ -205,6 +205,10 @@ class Regions:
             if self._by_storage.get(key) is region:
                 del self._by_storage[key]
         region.storages.clear()
+
+
+def _nobody(error: UcxError) -> None:
+    raise AssertionError(error)  # no second agent joined
 
 
 # --- GPU

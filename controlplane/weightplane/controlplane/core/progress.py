@@ -317,7 +317,7 @@ def tick(tx: Tx) -> None:
     if over and u.options.at_least and len(ready) >= max(u.options.at_least, tx.state.policy.min_replicas):
         for p in u.active():
             if p not in ready:
-                text = f"not prepared in time ({p.stage.name})"
+                text = f"not prepared in time ({p.stage.name})" + (f"; {why}" if (why := _held_up(p)) else "")
                 failure = Failure(Reason.DEADLINE, text, p.replica_id, u.phase.value)
                 u = tx.put_part(tx.state.open or u, replace(p, failure=failure))
                 _count_failure(tx, p.replica_id, failure)
@@ -349,7 +349,9 @@ def _drains(u: Update, part: Part, e: Report) -> int:
     """``Part.drains`` by a report. Who gave up says nothing new: what it waited for did not end by that."""
     if e.stage in (Stage.ABORTED, Stage.FAILED):
         return part.drains
-    due = e.stage is Stage.RECEIVED or (part.mode is Mode.IN_PLACE and e.stage is Stage.JOINED and bool(u.calls))
+    due = e.stage is Stage.RECEIVED or (
+        part.mode is Mode.IN_PLACE and e.stage is Stage.JOINED and bool(u.calls) and gate_open(u)
+    )
     waits = due and u.options.pause is PauseMode.WAIT and "update" not in e.pause_holders
     return e.running_requests if waits else -1
 

@@ -135,6 +135,7 @@ async def follow(group: Group, after: int, write: Callable[[fl.WatchGroupRespons
             if not feed.floor <= after <= group.state.revision:
                 after = group.state.revision
                 await write(feed.full(group))
+                continue  # a slow reader of it may have missed more than is kept
             for change in feed.after(after):
                 await write(change)
                 after = change.revision

@@ -106,18 +106,25 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread_by = self.loop.call_later(_UNREAD_S, self._unread)
+        self._wait_for_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._unread_by is not None:
             self._unread_by.cancel()
 
-    def _unread(self) -> None:
+    def _wait_for_reader(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._unread_by = self.loop.call_later(_UNREAD_S, self._unread, left)
+
+    def _unread(self, before: int) -> None:
         """Of 256 calls at a time it would keep one for ever. It cannot be told: it does not read."""
+        if self.transport.get_write_buffer_size() < before:  # it reads, slowly
+            return self._wait_for_reader()
         path = self.scope["path"][:200] if self.scope else "no request"
         log.warning("gateway: %s of %s: its caller took nothing for %g s; it is ended", path, self.client, _UNREAD_S)
         self.transport.abort()
+        return None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._asks_by.cancel()

@@ -20,6 +20,7 @@ from .runtime import Group
 
 __all__ = ["SHARED_S", "changes", "paced", "updates"]
 
+_LONGEST_S = 2.0
 SHARED_S = 0.1  # that watchers are given the same message of one state; its clocks are as old
 
 
@@ -38,9 +39,10 @@ async def paced(changed: asyncio.Event, began: float) -> None:
     """Wait for news, and before looking at it nineteen times as long as the last look took since ``began``.
 
     A look at a fleet of a thousand costs milliseconds and a barrier brings a thousand news: so followed, it costs the
-    loop a twentieth of its time at most. What happened in between is in the newest message.
+    loop a twentieth of its time at most. What happened in between is in the newest message. Who is written to slowly, or
+    among hundreds, is not silent for longer than that for it.
     """
-    await asyncio.sleep(19 * (perf_counter() - began))
+    await asyncio.sleep(min(_LONGEST_S, 19 * (perf_counter() - began)))
     await changed.wait()
     changed.clear()
 

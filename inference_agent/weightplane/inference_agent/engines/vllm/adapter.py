@@ -10,6 +10,7 @@ live memory, and that is read back. vLLM's weight version becomes ours, caches a
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -46,6 +47,7 @@ __all__ = ["VllmEngine"]
 log = logging.getLogger("weightplane.inference_agent")
 
 COUNT_S = 1.0  # for vLLM to tell its requests: a pause that is in force is noticed so much later
+COUNT_EVERY_S = 2.0  # and how often it is asked
 ENTER_S = 20.0  # for vLLM to pass a call on to its workers
 
 
@@ -74,7 +76,7 @@ class VllmEngine(Attached):
         self._apply_s, self._direct = apply_timeout_s, direct
         self._read_back = False  # the update under way shows what lies in live memory
         self._loads: tuple[Mapping[str, Any], ...] = ()
-        self._in_flight = 0
+        self._in_flight, self._count_at, self._uncounted = 0, 0.0, False
         self._streaming: Future[None] | None = None  # in place: vLLM's call that loads what comes
         super().__init__(driver, socket_dir, max_host_bytes, start_timeout_s, frozen_draft)
 
@@ -207,30 +209,37 @@ class VllmEngine(Attached):
         """See ``Engine``."""
         u = self._update
         clear = holder == "update" and u is not None and u.cache is CachePolicy.CLEAR
+        self._in_flight, self._count_at, self._uncounted = 0, 0.0, False
         self._desk.pause(holder, mode, clear)
 
     def wait_paused(self, holder: str, timeout: float) -> bool:
-        """See ``Engine``. Each time that it is not in force yet, the requests which that may wait for are counted."""
+        """See ``Engine``. While an update's is not in force, the requests which that may wait for are counted."""
         stands = self._desk.wait(holder, timeout)
-        if stands or not timeout:
+        if stands:
             self._in_flight = 0
-            return stands
+        elif timeout and holder == "update" and time.monotonic() >= self._count_at:
+            self._count_at = time.monotonic() + COUNT_EVERY_S
+            self._count()
+        return stands
+
+    def _count(self) -> None:
+        """For a text: whatever goes wrong here ends nothing."""
         try:
             self._in_flight = self._driver.in_flight(COUNT_S)
-        except EngineError as e:
+        except Exception as e:
             self._in_flight = 0
-            log.warning("generation does not stand still for %s yet, and its requests cannot be counted: %s", holder, e)
-        return False
+            level = logging.DEBUG if self._uncounted else logging.WARNING
+            self._uncounted = True
+            log.log(level, "generation does not stand still yet, and its requests cannot be counted: %r", e)
 
     @property
     def running_requests(self) -> int:
-        """As counted while a pause waits for them; else 0, nobody asks vLLM."""
+        """As counted while an update's pause waits for them; else 0, nobody asks vLLM."""
         return self._in_flight
 
     def resume(self, holder: str) -> None:
         """See ``Engine``. The fence of a mixed engine stays whoever asks."""
-        if holder == "update":
-            self._in_flight = 0
+        self._in_flight = 0
         if holder == "dirty" and self.mixed():
             return
         self._desk.resume(holder)

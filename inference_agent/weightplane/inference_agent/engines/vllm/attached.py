@@ -30,6 +30,7 @@ QUICK_S = 5.0
 _LOOK_S = 0.5
 _SAY_S = 30.0
 _HAND_S = 5.0  # vLLM's access log has a line of each look
+_AGAIN_S = 1.0  # between the look that finds it paused by hand and the one that makes sure
 _NO_REASON = "it gives no reason"
 
 
@@ -76,7 +77,7 @@ class Attached(Engine):
         self._devices: tuple[WorkerDevice, ...] = ()
         self._update: EngineUpdate | None = None
         self._mixed = ""
-        self._by_hand, self._look_at = False, 0.0
+        self._by_hand, self._seen, self._look_at = False, False, 0.0
         self._closed = threading.Event()
         self._desk = PauseDesk(driver, self._note_pause, lambda: bool(self.asleep()))
         self._listener = Listener(socket_dir, self._met)
@@ -133,7 +134,7 @@ class Attached(Engine):
             self._devices = tuple(WorkerDevice(k.hello.device, k.hello.uuid) for k in links)
             self._life = uuid.uuid4().hex
             self._update = None
-        self._by_hand, self._look_at = False, 0.0
+        self._by_hand, self._seen, self._look_at = False, False, 0.0
         first = links[0].hello
         self.name = f"vllm {first.vllm} ({self._driver.name}, {len(links)} worker(s))"
         mixed = next((k.state.mixed for k in links if k.state.mixed), "")
@@ -211,9 +212,14 @@ class Attached(Engine):
             return
         self._look_at = time.monotonic() + _HAND_S
         try:
-            self._by_hand = self._desk.paused_by_hand(QUICK_S)
+            seen = self._desk.paused_by_hand(QUICK_S)
         except (EngineError, TimeoutError) as e:
             log.debug("vLLM did not tell whether it is paused: %s", e)
+            return
+        # Twice: a pause of ours that is given up as it is made, or a sleep that waits for requests, is none by hand.
+        self._by_hand, self._seen = seen and self._seen, seen
+        if seen and not self._by_hand:
+            self._look_at = time.monotonic() + _AGAIN_S
 
     @property
     def paused_by_hand(self) -> bool:
@@ -257,7 +263,7 @@ class Attached(Engine):
             self._desk.again()
 
     def _note_pause(self, holders: tuple[str, ...]) -> None:
-        self._by_hand = False  # ours is in its place, and ends it
+        self._by_hand = self._seen = False  # ours is in its place, and ends it
         for link in self._attached:
             link.post("paused_by", holders=list(holders))
 

@@ -40,6 +40,7 @@ class PauseDesk:
         self._cleared: set[str] = set()  # their pauses dropped the cache, and nothing was computed since
         self._failed: dict[str, Exception] = {}
         self._number = 0
+        self._owed = False  # vLLM was told to go on, and did not confirm it
         self._calls = WorkThread("weightplane-vllm-pause")
 
     @property
@@ -141,7 +142,11 @@ class PauseDesk:
                     return False
             paused = self._driver.is_paused(timeout)
             with self._cond:
-                return paused and not self._holds and self._number == number and not self._asleep()
+                found = paused and not self._holds and self._number == number and not self._asleep()
+                owed = found and self._owed
+            if owed:  # it is our own pause, whose end failed
+                self._resume()
+            return found and not owed
 
         return bool(self._calls.submit(work).result(_CALL_S))
 
@@ -177,10 +182,14 @@ class PauseDesk:
         with self._cond:
             if self._holds or self._asleep():
                 return
+            self._owed = True
         try:
             self._driver.resume(_CALL_S)
         except DriverError as e:
-            log.error("vLLM does not let generation go on: %s", e)
+            log.error("vLLM does not let generation go on, and is told again within seconds: %s", e)
+        else:
+            with self._cond:
+                self._owed = False
 
     def adopt(self, holder: str) -> None:
         """It stands still for ``holder`` already."""
