@@ -39,8 +39,8 @@ async def paced(changed: asyncio.Event, began: float) -> None:
     """Wait for news, and before looking at it nineteen times as long as the last look took since ``began``.
 
     A look at a fleet of a thousand costs milliseconds and a barrier brings a thousand news: so followed, it costs the
-    loop a twentieth of its time at most. What happened in between is in the newest message. Who is written to slowly, or
-    among hundreds, is not silent for longer than that for it.
+    loop a twentieth of its time at most. What happened in between is in the newest message. A write that waited for its
+    reader, or for its turn among hundreds, is no look: two seconds at most.
     """
     await asyncio.sleep(min(_LONGEST_S, 19 * (perf_counter() - began)))
     await changed.wait()
