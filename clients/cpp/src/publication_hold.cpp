@@ -70,17 +70,17 @@ void Publication::gather() {
 
 // Takes the hold; within --wait once a dead trainer's has lapsed, or the control plane that answers leads.
 void Publication::hold() {
-    std::optional<Deadline> lapsed;
+    Deadline lapsed{};
+    bool held = false; // by the same trainer, so far
     while (true) {
         try {
             return init();
         } catch (const Refused &e) {
             const double left = e.reason == "TRAINER_HELD" ? lapses_in(e.what()) : -1;
-            if (left >= 0 && !lapsed)
+            if (left >= 0 && !held)
                 lapsed = in_seconds(left + kLate);
-            if (e.leaderless)
-                lapsed.reset(); // who leads next gives a dead trainer's hold a lease anew
-            const bool wait = e.leaderless || (left >= 0 && Clock::now() < *lapsed); // who renews it meanwhile lives
+            held = left >= 0 && !e.leaderless; // who leads next gives a dead trainer's hold a lease anew
+            const bool wait = e.leaderless || (left >= 0 && Clock::now() < lapsed); // who renews it meanwhile lives
             if (!wait || Clock::now() >= patience_)
                 throw;
         }
