@@ -9,6 +9,7 @@ from benchmarks._ways import FLOORS, bucket_bytes, limit_of
 from benchmarks.transports import size, size_text
 from weightplane.controlplane.core.manifest import Manifest, TensorMeta
 from weightplane.transports.base import Capabilities
+from weightplane.transports.collective_layout import Tuning
 
 _PULLS = Capabilities(frozenset({"cpu", "cuda"}), one_to_many=False, one_sided=True, cross_host=True, buffered=False)
 _STREAMS = Capabilities(frozenset({"cpu"}), one_to_many=False, one_sided=False, cross_host=True, buffered=True)
@@ -44,7 +45,8 @@ def test_limits_follow_from_what_a_transport_declares() -> None:
     assert [limit_of(c, "across") for c in (_PULLS, _COLLECTIVE)] == ["peer copy", "broadcast 1GiB"]
     assert limit_of(_PULLS, "colocated") == "same-GPU copy"
     assert bucket_bytes(_STREAMS, "cpu") < bucket_bytes(_PULLS, "cpu") < bucket_bytes(_PULLS, "across") <= 1 << 30
-    assert 2 * bucket_bytes(_COLLECTIVE, "across") < 0.5e9  # two buffers, and no more memory than an update may take
+    assert bucket_bytes(_COLLECTIVE, "across") == 1 << 30
+    assert Tuning().slots * Tuning().pack < 0.5e9  # no more memory than an update may take
 
 
 def test_floors_and_targets_are_those_of_the_issue() -> None:

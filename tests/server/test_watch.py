@@ -116,11 +116,12 @@ async def test_many_changes_that_were_missed_are_told_as_one_and_all_watchers_ar
         first = Follower(trainer.fleet.WatchGroup(fl.WatchGroupRequest(group="g")))
         await until(lambda: bool(first.messages), "the full picture")
         known = first.messages[0].revision
-        for version in (1, 2, 3, 4):
+        version = 0
+        while len(first.messages) <= 9:  # on a busy machine a publish is few messages
+            version += 1
             await trainer.publish()
             await until(lambda v=version: first.messages[-1].group.committed.version == v, "the commit")  # type: ignore[misc]
         await asyncio.sleep(0.5)
-        assert len(first.messages) > 9
         made: list[Any] = []
 
         async def write(message: fl.WatchGroupResponse) -> None:
@@ -130,7 +131,7 @@ async def test_many_changes_that_were_missed_are_told_as_one_and_all_watchers_ar
         late = [asyncio.create_task(feed.follow(group, known, write)) for _ in range(3)]
         await until(lambda: len(made) == 3, "one message for each")
         assert made[0] is made[1] is made[2] and not made[0].full
-        assert made[0].revision == first.messages[-1].revision and made[0].group.committed.version == 4
+        assert made[0].revision == first.messages[-1].revision and made[0].group.committed.version == version
         newest = {r.replica_id: r for m in first.messages for r in m.replicas}
         assert {r.replica_id: r for r in made[0].replicas} == newest
         for task in late:

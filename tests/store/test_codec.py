@@ -129,7 +129,7 @@ def _broken(**changes: Any) -> dict[str, Any]:
     "doc, message",
     [
         (_broken(v=2), "version 2"),
-        (_broken(v=4), "version 4"),
+        (_broken(v=5), "version 5"),
         (_broken(v=True), "with a version"),
         ({}, "with a version"),
         ([], "with a version"),
@@ -141,7 +141,7 @@ def _broken(**changes: Any) -> dict[str, Any]:
         (_broken(version=1.0), "Update.version: expected int, found float"),
         (_broken(lineage=None), "Update.lineage: expected str"),
         (_broken(phase="DONE"), "Update.phase: no Phase is called 'DONE'"),
-        (_broken(parts=[[1]]), "Update.parts: Part: expected 18 values, found 1"),
+        (_broken(parts=[[1]]), "Update.parts: Part: expected 19 values, found 1"),
         (_broken(parts={}), "Update.parts: expected list"),
         (_broken(absent=[["r9"]]), "Update.absent: expected 2 values"),
         (_broken(digests_in=[["c", "0"]]), "Update.digests_in: expected int"),

@@ -144,7 +144,7 @@ def _scribbled_index(path: Path) -> None:
 def _newer_document(path: Path) -> None:
     filled(path)
     with sqlite3.connect(path) as db:
-        db.execute("""UPDATE updates SET doc = replace(doc, '"v":3', '"v":4') WHERE version = 7""")
+        db.execute("""UPDATE updates SET doc = replace(doc, '"v":4', '"v":5') WHERE version = 7""")
     db.close()
 
 
@@ -170,7 +170,7 @@ def _a_directory(path: Path) -> None:
         (_torn, "damaged"),
         (_scribbled, "damaged"),
         (_scribbled_index, "damaged"),
-        (_newer_document, "update 'u7': document version 4.*Use the one that wrote it"),
+        (_newer_document, "update 'u7': document version 5.*Use the one that wrote it"),
         (_bad_admin, "ASTRAY"),
         (_a_directory, "not a regular file"),
     ],

@@ -30,7 +30,7 @@ __all__ = [
     "loads",
 ]
 
-VERSION = 3
+VERSION = 4
 
 #: Fields that are not stored, with the reason.
 TRANSIENT: dict[type, dict[str, str]] = {
@@ -100,6 +100,7 @@ _PART = record(
         "stage": enum(Stage),
         "armed_seq": _INT,
         "bytes_received": _INT,
+        "drains": _INT,
         "verified": _BOOL,
         "voted": _BOOL,
         "excluded": _BOOL,
