@@ -223,8 +223,8 @@ class Half:
         """Stop it, wait until nothing of it lands any more, and count what may have landed. Never raises."""
         self.stop()
         over = self._over.wait(_END_S)
-        with contextlib.suppress(Exception):
-            while self._landed:
+        while self._landed:
+            with contextlib.suppress(Exception):  # each is counted, whatever counting another raises
                 self._count(landed)
         if not over:
             self.stuck = True
