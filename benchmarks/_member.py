@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks._bare_grpc import BareGrpc
+from benchmarks._bare_ring import BareRing
 from benchmarks._limits import Broadcasts, CardLimits, HostLimits, Sockets, fill
 from benchmarks._models import model
 from benchmarks._process import TIMEOUT_S, serve
@@ -62,6 +63,7 @@ class Member:
     host: HostLimits
     sockets: Sockets
     bare_grpc: BareGrpc
+    bare_ring: BareRing
     card: CardLimits
     broadcasts: Broadcasts
     sampler: Sampler
@@ -95,6 +97,7 @@ class Member:
             self.host = HostLimits(self._tensors, self._bytes, scratch)
             self.sockets = Sockets(self._bytes)
             self.bare_grpc = BareGrpc(sum(flat.numel() for flat in self._bytes))
+            self.bare_ring = BareRing(sum(flat.numel() for flat in self._bytes))
         elif not self._sends and not hasattr(self, "card"):
             self.card = CardLimits(self._device, self._peer)
         return sum(flat.numel() for flat in self._bytes)
@@ -226,6 +229,7 @@ class Member:
         if self._device == "cpu":
             self.sockets.close()
             self.bare_grpc.close()
+            self.bare_ring.close()
             del self.host
         self._source.end()
         del self._tensors, self._bytes, self._source, self._targets, self._groups

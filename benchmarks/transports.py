@@ -11,6 +11,8 @@ Limits run in the same rounds, in the same processes. On the CPU, into the same 
   memcpy          every receiver copies as many bytes from memory of its own, all at once
   socket          the sender's plain TCP sockets over loopback, ``sendall`` to ``recv_into``, a thread for each receiver
   bare grpc       (one receiver) gRPC's Python alone: ready-made messages of 2 MiB, counted and let go
+  bare ring       (one receiver, where there is a C compiler) memory into a ring of shared slots and out again, in C:
+                  two copies in two processes, as ``shm`` makes them, of memory of its own
   broadcast each  torch.distributed (gloo) broadcasts tensor after tensor, to at most 2 receivers
   copies          (10,000 tiny tensors) one process copies each tensor with ``copy_``
 With ``--device cuda`` (sender on GPU 0, receivers on GPU 1 …, or all on GPU 0 with ``--colocated``), 4 GiB at a time:
@@ -32,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
+from benchmarks._bare_ring import BareRing
 from benchmarks._common import GB, GIB, MIB, SAMPLES, WARM_UPS, Report, Result, Rounds, parser
 from benchmarks._fleet import Fleet, Layout, Sample, members
 from benchmarks._models import MODELS, ON_CPU, REAL, model_bytes
@@ -155,6 +158,10 @@ class Case:
             found |= {"memcpy": partial(together, "host.memcpy"), "socket": fleet.socket}
             if self.receivers == 1:
                 found["bare grpc"] = partial(fleet.socket, "bare_grpc")
+                if why := BareRing.missing():
+                    print(f"bare ring: not measured: {why}")
+                else:
+                    found["bare ring"] = partial(alone, "bare_ring.run")
             if self.receivers <= 2:
                 found["broadcast each"] = partial(broadcast, "each")
         else:

@@ -1,7 +1,10 @@
 """The benchmarks' pure parts: what is measured is the model it is called, and verdicts are drawn as the issue says."""
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks._bare_ring import BareRing
 from benchmarks._models import MODELS, model, model_bytes
 from benchmarks._targets import TARGETS
 from benchmarks._test_ids import collected_ids, outcomes, summary
@@ -78,3 +81,16 @@ def test_passed_ids_are_compared_with_collected_ones() -> None:
         collected, outcomes("[gw0] [ 50%] PASSED tests/a.py::one \n[gw1] [100%] PASSED tests/a.py::two[x y] \n")
     )[0]
     assert not summary(set(), {})[0]
+
+
+def test_a_ring_without_python_moves_what_it_is_asked_and_leaves_nothing() -> None:
+    if why := BareRing.missing():
+        pytest.skip(why)
+    ring = BareRing((64 << 20) + 1)  # the last slot is one byte
+    try:
+        for said in (ring.run(), ring.run()):
+            assert said["bytes"] == (64 << 20) + 1 and 0 < said["end"] - said["start"] < 60 and said["cpu"] > 0
+        folder = ring._folder
+    finally:
+        ring.close()
+    assert folder is not None and not Path(folder.name).exists()

@@ -18,6 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 _PLANT = ""
 
@@ -37,7 +39,7 @@ class Child:
     """A process; nothing yet."""
 
     def __init__(self, module: str = "tests.cases.children") -> None:
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

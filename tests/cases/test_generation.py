@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests import warm
 from tests.cases.base import MOVERS, Even, Small, bits, differing, holds, site, soon
 from tests.cases.cases_control import Readers, _Fails, at, breaks, held_up, in_thread, read
 from tests.cases.test_control import ask, fleet_of
@@ -339,7 +340,7 @@ def test_C50_a_time_out_among_the_data_leaves_a_process_that_works_and_one_that_
                 go.wait(30)
 
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        trainer = subprocess.Popen(
+        trainer = warm.Popen(
             [sys.executable, "-c", _TIMES_OUT, f.address, transport],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -352,7 +353,7 @@ def test_C50_a_time_out_among_the_data_leaves_a_process_that_works_and_one_that_
 
         def publish(seconds: float) -> str:
             print(seconds, file=orders, flush=True)
-            return answers.readline()
+            return str(answers.readline())
 
         with hook("replica.receive.inside", block):
             said = publish(1.2)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.cases.base import MOVERS, Small, holds, site
 from tests.inference_agent.server import eventually
 from tests.inference_agent.test_processes import alive
@@ -60,7 +61,7 @@ def ended(pid, seconds):
 def script(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A program, ended with the block."""
     command = [sys.executable, "-c", HEAD + text, *arguments]
-    process = subprocess.Popen(
+    process = warm.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

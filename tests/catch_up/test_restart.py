@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.catch_up.test_catch_up import eventually, model, ready
 from tests.cli.checkpoints import tiny
 from tests.cli.fleet import ROOT, Launched, weightplane
@@ -115,7 +116,7 @@ def test_only_a_peer_holds_a_copy_and_the_trainer_is_gone(plane: Plane) -> None:
 def test_only_the_trainer_holds_a_copy(plane: Plane) -> None:
     plane.replica("a")
     command = [sys.executable, "-m", "tests.catch_up.retaining_trainer", plane.address, GROUP]
-    with subprocess.Popen(
+    with warm.Popen(
         [*command, str(plane.site.checkpoint)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,7 +20,8 @@ def weightplane(*args: str, timeout: float = 60, env: dict[str, str] | None = No
     """Run one command to its end."""
     command = [sys.executable, "-m", "weightplane.cli", *args]
     merged = {**os.environ, "COLUMNS": "200", **(env or {})}
-    return subprocess.run(command, cwd=ROOT, env=merged, capture_output=True, text=True, timeout=timeout, check=False)
+    run = warm.run if args[:1] in (("publish",), ("parity",), ("inference-agent",)) else subprocess.run  # with torch
+    return run(command, cwd=ROOT, env=merged, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 class Launched:
@@ -32,7 +35,8 @@ class Launched:
         """Start a command that announces itself; what it announced."""
         path = self.folder / f"{name}.json"
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
+            popen = subprocess.Popen if args[0] == "controlplane" else warm.Popen  # which does without torch
+            self.processes[name] = popen(
                 [
                     sys.executable,
                     "-m",

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 from .checkpoints import tiny
 from .fleet import ROOT, Launched, weightplane
 from .site import GROUP, Site, engine_of
@@ -89,7 +91,7 @@ def test_publish_of_a_checkpoint_that_does_not_fit_names_the_tensors(site: Site,
 
 def test_watch_follows_an_update_to_its_end(site: Site) -> None:
     command = [sys.executable, "-m", "weightplane.cli", "watch", "-g", GROUP, "-a", site.address, "--once", "--json"]
-    watch = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    watch = warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert watch.stdout is not None
     end = time.monotonic() + 30
     lines: list[dict[str, Any]] = []
@@ -118,7 +120,7 @@ def test_ctrl_c_aborts_the_update_and_leaves_the_fleet_serving(tmp_path: Path, f
         site.run("publish", str(checkpoint), "-g", GROUP, "--step", "1")
         command = [sys.executable, "-m", "weightplane.cli", "publish", str(checkpoint), "-g", GROUP, "-a", address]
         command += flags
-        publish = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        publish = warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         wait_stopped(launched.processes["a"].pid, publish)
         publish.send_signal(signal.SIGINT)
         stdout, stderr = publish.communicate(timeout=40)
@@ -159,6 +161,48 @@ def test_transports_and_doctor_say_what_works_here(site: Site) -> None:
     nobody = weightplane("doctor", "-a", "127.0.0.1:1", "--json")
     assert nobody.returncode == 3
     assert [c["check"] for c in json.loads(nobody.stdout)["checks"] if not c["ok"]] == ["control plane"]
+
+
+def test_the_doctor_of_a_group_that_is_not_there_names_it_and_those_that_are_and_ends_with_7(site: Site) -> None:
+    checks = site.json("doctor", "-g", "nowhere", code=7)["checks"]
+    (bad,) = [c for c in checks if not c["ok"]]
+    assert bad["check"] == "group nowhere" and "no group 'nowhere'" in bad["found"]
+    assert GROUP in bad["found"] and bad["next"] == "name one of these"
+
+
+def test_the_doctor_of_an_empty_group_says_that_no_replica_is_in_it(site: Site) -> None:
+    site.run("policy", "-g", "empty", "--min-replicas", "1")
+    found = {c["check"]: c["found"] for c in site.json("doctor", "-g", "empty")["checks"]}
+    assert found["group empty"] == "0 replica(s)"
+
+
+def test_a_pause_that_waits_for_a_stopped_replica_says_so_meanwhile_and_not_in_json(tmp_path: Path) -> None:
+    launched = Launched(tmp_path)
+    try:
+        address = launched.start("plane", "controlplane", "--listen", "127.0.0.1:0", "--store", "memory:")["address"]
+        site = Site(launched, address, tiny(tmp_path / "one.safetensors", 1.0))
+        for name in ("a", "b"):
+            replica = ["-a", address, "-g", GROUP, "--replica-id", name, *engine_of(site.checkpoint)]
+            launched.start(name, "inference-agent", *replica)
+        site.run("publish", str(site.checkpoint), "-g", GROUP, "--replicas", "2")
+        launched.processes["b"].send_signal(signal.SIGSTOP)
+        command = [sys.executable, "-m", "weightplane.cli", "pause", "-g", GROUP, "-a", address]
+        quiet, pause = (
+            warm.Popen([*command, *more], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for more in (["--json"], [])
+        )
+        assert pause.stderr is not None
+        said = ""
+        while not said.endswith("until generation stands still: b (its process is stopped)\n"):
+            said = pause.stderr.readline()
+            assert said, "the pause ended, and had not said whom it waited for"
+        launched.processes["b"].send_signal(signal.SIGCONT)
+        pause.communicate(timeout=30)
+        assert pause.returncode == 0
+        stdout, stderr = quiet.communicate(timeout=30)
+        assert stderr == "" and [r["pause_holders"] for r in json.loads(stdout)["replicas"]] == [["operator"]] * 2
+    finally:
+        launched.stop()
 
 
 @pytest.mark.parametrize(

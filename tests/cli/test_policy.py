@@ -61,3 +61,15 @@ def test_what_cannot_be_is_refused_and_changes_nothing(site: Site) -> None:
     ):
         assert expected in site.run("policy", "-g", GROUP, *words, "--min-replicas", "5", code=2)
     assert said(site) == before
+
+
+def test_continue_stale_without_a_number_of_failures_that_it_forgives_is_refused(site: Site) -> None:
+    before = said(site)
+    stale = ("--on-failure", "continue_stale")
+    for words in (stale, (*stale, "--max-stale", "0")):
+        text = site.run("policy", "-g", GROUP, *words, code=2)
+        assert "--max-stale of at least 1" in text and "found 0" in text
+    assert said(site) == before
+    assert said(site, *stale, "--max-stale", "2")["max_stale_versions"] == 2
+    assert "--max-stale of at least 1" in site.run("policy", "-g", GROUP, "--max-stale", "0", code=2)
+    said(site, "--on-failure", "raise", "--max-stale", "0")

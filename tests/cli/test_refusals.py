@@ -16,6 +16,7 @@ import grpc
 import pytest
 import torch
 
+from tests import warm
 from weightplane.cli.client import words
 from weightplane.cli.refusals import how_to_convert, next_for_replicas
 from weightplane.transports import registry
@@ -187,7 +188,7 @@ def test_wrong_usage_is_told_in_the_words_of_the_command_line(args: list[str], w
 
 def test_watch_says_what_it_waits_for_and_leaves_no_blank_line(site: Site) -> None:
     command = [sys.executable, "-m", "weightplane.cli", "watch", "-g", GROUP, "-a", site.address]
-    watch = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watch = warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert watch.stderr is not None
     assert f"waiting for an update of group {GROUP}" in watch.stderr.readline()
     watch.send_signal(signal.SIGINT)
@@ -200,7 +201,7 @@ def test_watch_says_what_it_waits_for_and_leaves_no_blank_line(site: Site) -> No
 def test_ctrl_c_before_an_update_says_that_none_was_open(site: Site) -> None:
     command = [sys.executable, "-m", "weightplane.cli", "publish", str(site.checkpoint), "-g", GROUP]
     command += ["-a", site.address, "--replicas", "9"]
-    publish = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    publish = warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert publish.stderr is not None and "waiting up to" in publish.stderr.readline()
     publish.send_signal(signal.SIGINT)
     _, stderr = publish.communicate(timeout=30)
@@ -227,7 +228,7 @@ def test_an_agent_that_finds_no_control_plane_says_so_and_ever_more_rarely(tmp_p
     checkpoint = tiny(tmp_path / "one.safetensors", 1.0)
     command = [sys.executable, "-m", "weightplane.cli", "inference-agent", "-a", address, "-g", GROUP]
     command += ["--replica-id", "a", *engine_of(checkpoint)]
-    agent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    agent = warm.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         assert agent.stderr is not None
         said: list[str] = []
@@ -254,6 +255,38 @@ def test_a_factory_that_raises_is_named_with_the_users_own_frames(tmp_path: Path
     assert "typer" not in done.stderr and "serve.py" not in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_registered_engine_that_needs_an_object_is_told_to_be_made_by_a_function() -> None:
+    done = weightplane("inference-agent", "-g", "g", "--replica-id", "r", "--engine", "torch_module")
+    assert done.returncode == 2 and "pass --engine module:function" in done.stderr, done.stderr
+
+
+def test_a_vllm_that_does_not_answer_is_no_fault_of_a_factory() -> None:
+    options = ["--engine-option", "url=http://127.0.0.1:1", "--engine-option", "start_timeout_s=1"]
+    done = weightplane("inference-agent", "-g", "g", "--replica-id", "r", "--engine", "vllm", *options)
+    assert done.returncode == 2 and "http://127.0.0.1:1" in done.stderr and "docs/vllm.md" in done.stderr, done.stderr
+    assert "five lines" not in done.stderr and ", line " not in done.stderr, done.stderr
+
+
+def test_who_is_confined_to_another_group_is_told_of_that_and_who_lacks_the_role_of_the_role(tmp_path: Path) -> None:
+    tokens, words = tmp_path / "tokens", {"trainer+operator+viewer@other": "confined" * 2, "viewer": "views" * 4}
+    tokens.write_text("".join(f"{who} {token}\n" for who, token in words.items()))
+    confined, viewer = ({"WEIGHTPLANE_TOKEN": token} for token in words.values())
+    checkpoint = tiny(tmp_path / "one.safetensors", 1.0)
+    launched = Launched(tmp_path)
+    try:
+        plane = ["--listen", "127.0.0.1:0", "--store", "memory:", "--tokens", str(tokens)]
+        site = Site(launched, launched.start("plane", "controlplane", *plane)["address"], checkpoint)
+        for command in (["status"], ["pause"], ["publish", str(checkpoint)]):
+            text = site.run(*command, "-g", GROUP, code=8, env=confined)
+            assert "for other groups, whatever its roles" in text and f"for group {GROUP} too" in text, text
+        # In a table, where it may be broken into lines.
+        assert "for other groups" in site.run("doctor", "-g", GROUP, code=4, env={**confined, "COLUMNS": "900"})
+        text = site.run("pause", "-g", GROUP, code=8, env=viewer)
+        assert "the role that is expected" in text and "for other groups" not in text
+    finally:
+        launched.stop()
+
+
 def test_a_control_plane_that_dies_in_mid_publish_is_what_the_hint_is_about(tmp_path: Path) -> None:
     launched = Launched(tmp_path)
     try:
@@ -264,7 +297,7 @@ def test_a_control_plane_that_dies_in_mid_publish_is_what_the_hint_is_about(tmp_
         launched.start("a", *replica, env={"WEIGHTPLANE_FAILPOINTS": "replica.arm.before=stop@1"})
         command = [sys.executable, "-m", "weightplane.cli", "publish", str(checkpoint), "-g", GROUP, "-a", address]
         command += ["--timeout", "4"]
-        publish = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        publish = warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         wait_stopped(launched.processes["a"].pid, publish)
         began = time.monotonic()
         launched.processes["plane"].kill()

@@ -18,6 +18,7 @@ import grpc
 import torch
 from safetensors.torch import save_file
 
+from tests import warm
 from tests.cli.blank_engine import blank_module
 from tests.inference_agent.server import Server, eventually, server
 from weightplane.controlplane import failpoints
@@ -65,7 +66,7 @@ class Client:
     def start(self, stage: Stage, *more: str) -> subprocess.Popen[str]:
         where = ["--address", stage.plane.address, "--group", "g", "--file", str(stage.file), "--step", "1"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen([*self.command, *where, *more], **pipes)
+        return warm.Popen([*self.command, *where, *more], **pipes)
 
     def publish(self, stage: Stage, *more: str, seconds: float = 60) -> tuple[int, str]:
         """Run it to its end: (exit status, what it said)."""

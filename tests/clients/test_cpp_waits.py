@@ -61,31 +61,67 @@ def test_as_many_replicas_as_it_is_told_are_waited_for(launched: Launched, tmp_p
     assert "--replicas N" in help_.stdout
 
 
+def publishing(fleet: Fleet, path: Path, program: str) -> list[str]:
+    """The command of either trainer."""
+    if program == "c++":
+        return fleet.command("--file", str(path))
+    python = [sys.executable, "-m", "weightplane.cli", "publish"]
+    return [*python, str(path), "-g", "g", "-a", fleet.address, "--json"]
+
+
+@pytest.mark.parametrize("program", ["c++", "weightplane publish"])
+def test_too_few_within_reach_of_a_transport_are_too_few(launched: Launched, tmp_path: Path, program: str) -> None:
+    path, fleet = tiny(tmp_path / "one.safetensors", 1.0), Fleet(launched)
+    fleet.replica("near", path)
+    fleet.replica("far", path, only="grpc")
+    command = [*publishing(fleet, path, program), "--transport", "shm", "--replicas"]
+    done = subprocess.run([*command, "2", "--wait", "1"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4, done.stderr
+    assert "NOT_ENOUGH_REPLICAS" in done.stdout, done.stdout
+    refused = "group 'g': expected 2 replica(s), found 1 (near); far: no transport that both sides can use, shm: "
+    assert refused in done.stdout, done.stdout
+    done = subprocess.run([*command, "1"], capture_output=True, text=True, timeout=60, check=True)
+    said = json.loads(done.stdout)
+    assert "shm" in said["absent"]["far"] and said["version"] == 1, said  # the refused one had opened nothing
+    with started([*command, "2", "--wait", "60"]) as trainer:
+        fleet.replica("late", path)
+        out, told = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0, (out, told)
+    assert list(json.loads(out)["absent"]) == ["far"] and '"late"' in out
+
+
+@pytest.mark.parametrize("program", ["c++", "weightplane publish"])
+def test_one_that_no_transport_reaches_is_waited_for_too(launched: Launched, tmp_path: Path, program: str) -> None:
+    path, fleet = tiny(tmp_path / "one.safetensors", 1.0), Fleet(launched)
+    fleet.replica("far", path, only="grpc")
+    command = [*publishing(fleet, path, program), "--transport", "shm", "--wait"]
+    done = subprocess.run([*command, "1"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4 and "NOT_ENOUGH_REPLICAS" in done.stdout and "far" in done.stdout, done
+    with started([*command, "60"]) as trainer:
+        fleet.replica("near", path)
+        out, told = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0 and list(json.loads(out)["absent"]) == ["far"], (out, told)
+    began = time.monotonic()
+    subprocess.run([*command, "60"], capture_output=True, timeout=120, check=True)
+    assert time.monotonic() - began < 40, "one is within reach: nobody waits for more"
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("program", ["c++", "weightplane publish"])
 def test_a_dead_trainers_hold_is_waited_for(launched: Launched, tmp_path: Path, program: str) -> None:
     path, fleet = tiny(tmp_path / "one.safetensors", 1.0), Fleet(launched)
     fleet.replica("a", path)
-    command = fleet.command("--file", str(path))
-    if program != "c++":
-        command = [
-            sys.executable,
-            "-m",
-            "weightplane.cli",
-            "publish",
-            str(path),
-            "-g",
-            "g",
-            "-a",
-            fleet.address,
-            "--json",
-        ]
-    for wait, code in (("0", 4), ("30", 0)):
-        a_dead_trainer_holds(fleet)
-        with started([*command, "--wait", wait]) as trainer:
-            out, told = trainer.communicate(timeout=60)
-        assert trainer.returncode == code and ("TRAINER_HELD" in out) == (code == 4), (out, told)
-        time.sleep(3.5 if code else 0)  # the lease of the one before
+    command = publishing(fleet, path, program)
+    a_dead_trainer_holds(fleet)
+    with started([*command, "--wait", "0"]) as trainer:
+        while trainer.poll() is None:  # however long it takes to start: the hold has not lapsed when it asks
+            a_dead_trainer_holds(fleet)
+            time.sleep(0.5)
+        out, told = trainer.communicate(timeout=60)
+    assert trainer.returncode == 4 and "TRAINER_HELD" in out, (out, told)
+    with started([*command, "--wait", "60"]) as trainer:
+        out, told = trainer.communicate(timeout=90)
+    assert trainer.returncode == 0 and "TRAINER_HELD" not in out, (out, told)
 
 
 @pytest.mark.chaos

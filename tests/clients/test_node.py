@@ -259,7 +259,7 @@ def test_a_trainer_that_ends_in_mid_update_hurts_nobody_and_a_successor_publishe
     """A replica is slow at one chunk, so that the trainer is in the middle of its bytes when it ends."""
     path, address = big(tmp_path / "big.safetensors"), plane(launched)
     small = tiny(tmp_path / "one.safetensors", 1.0)
-    replica(launched, address, "a", path, tmp_path, WEIGHTPLANE_FAILPOINTS="grpc.receive.inside=block:6@20")
+    replica(launched, address, "a", path, tmp_path, WEIGHTPLANE_FAILPOINTS="grpc.receive.inside=block:12@20")
     trainer = subprocess.Popen(command("publish", address, "--file", str(path)), stderr=subprocess.PIPE, text=True)
     with grpc.insecure_channel(address) as channel:
         watch = fleet_pb2_grpc.FleetServiceStub(channel)

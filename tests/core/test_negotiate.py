@@ -74,7 +74,10 @@ def test_an_address_of_one_host_is_not_offered_to_another() -> None:
     """A data port on loopback reaches its own host only."""
     theirs = worker(host="h2", names=("grpc", "ucx"), local=("grpc",))
     name, _, refusals = choose([rank(host="h1", names=("grpc",))], theirs)
-    assert name == "" and dict(refusals)["grpc"] == "needs one host, and the members are on ['h1', 'h2']"
+    assert name == "" and dict(refusals)["grpc"] == (
+        "is offered to its own host only (a data port on loopback: set WEIGHTPLANE_DATA_BIND at the replica), "
+        "and the members are on ['h1', 'h2']"
+    )
     assert choose([rank(host="h2", names=("grpc",))], theirs)[0] == "grpc"
     ours = Rank(0, "h1", "", offers(("grpc",), ("grpc",)))
     assert choose([ours], worker(host="h2", names=("grpc",)))[0] == "", "nor a rank's"

@@ -33,8 +33,6 @@ def plan(wires: list[str], only: str, order: random.Random) -> list[tuple[str, i
     out = []
     for wire in wires:
         for ranks, small in ((1, False), (4, False), (1, True)):
-            if ranks > 1 and wire != wires[0]:
-                continue
             cases = [
                 c
                 for c in CASES
@@ -81,6 +79,7 @@ class Chaos:
             row = Row(case.id, case.fault, case.member, case.phase, case.mode, f.transport, f.ranks, "?")
             row.violations = [f"{type(e).__name__}: {e}"]
             traceback.print_exc()
+        row.trainer = row.trainer.replace(str(f.folder), "FOLDER")  # docs/faults.md names no path of this machine
         self.rows.append(row)
         self.save()
         verdict = "ok" if not row.violations else "VIOLATION " + "; ".join(row.violations)
@@ -106,12 +105,13 @@ def main() -> int:
     skipped = {w: why for w in a.wires.split(",") if (why := here(w))}
     wires = [w for w in a.wires.split(",") if w not in skipped]
     a.logs.mkdir(parents=True, exist_ok=True)
+    logs = a.logs.resolve()  # a fleet's processes, and mounts that are looked at from outside, are elsewhere
     began = time.monotonic()
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     earlier: dict[str, Any] = {"rows": [], "wall_s": 0.0}
     if a.merge and a.json.exists():
         earlier = json.loads(a.json.read_text())
-    chaos = Chaos(a.logs, began + a.minutes * 60, a.ttl)
+    chaos = Chaos(logs, began + a.minutes * 60, a.ttl)
 
     def part() -> str:
         """Which part of the matrix was asked for; empty where it is all, or is added to what there was."""

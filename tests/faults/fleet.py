@@ -26,6 +26,7 @@ __all__ = ["NAMES", "FaultFleet", "here"]
 NAMES = ("r0", "r1", "r2")
 WORKERS = {"r0": 1, "r1": 1, "r2": 2}
 RELAYED = ("trainer", "r1")
+ON_A_CARD = ("cuda_ipc",)  # transports whose fleet has trainer and replicas on one card
 
 
 class FaultFleet(Fleet):
@@ -46,6 +47,8 @@ class FaultFleet(Fleet):
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
         self.shm = Path(tempfile.mkdtemp(prefix="wpf-", dir=base))  # of this fleet alone: what is left there is its own
         env = {"WEIGHTPLANE_SHM_DIR": str(self.shm), "WEIGHTPLANE_TEST_IDLE": "1"}
+        if transport in ON_A_CARD:
+            env["WEIGHTPLANE_TEST_DEVICE"] = "cuda:0"
         super().__init__(
             folder,
             "tests.faults.engine:make",

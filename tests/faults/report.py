@@ -1,6 +1,6 @@
 """``docs/faults.md`` from the results of the matrix and of the soak.
 
-``python -m tests.faults.report CHAOS.json CHAOS-VLLM.json SOAK.json OUT.md``
+``python -m tests.faults.report CHAOS.json CHAOS-VLLM.json CHAOS-CARD.json SOAK.json OUT.md``
 """
 
 from __future__ import annotations
@@ -30,9 +30,17 @@ the trainer died, until that. *next good*: from then to the end of the first goo
 trainer's successor is started first. *router*: what `CheckReplica` said before the next publish.
 
 *disk full* and *shared memory full* are pretended (a file size limit; an error where the memory is taken); the *really
-full* ones are a small tmpfs that the harness fills to the last byte. `nccl` and `cuda_ipc` are not here: they need
-cards. What their channels do when a peer dies, stops or is cut off, `make test` shows on the host's stand-ins and, on
+full* ones are a small tmpfs that the harness fills to the last byte. `nccl` is not here: it needs a card for each
+worker. What its channels do when a peer dies, stops or is cut off, `make test` shows on the host's stand-ins and, on
 cards, `tests/transports` and `tests/process` (`-m gpu`)."""
+
+_CARD = """\
+By `make chaos ARGS='--wires cuda_ipc --json .bench/chaos-card.json'` on a host with a card: trainer and replicas are on
+that one card. Checked as above."""
+
+_NO_CARD = """\
+`cuda_ipc` needs a card, and has not been run: `make chaos ARGS='--wires cuda_ipc --json .bench/chaos-card.json'`, on a
+host with one."""
 
 _VLLM = """\
 By `make chaos-vllm`: a real vLLM server on CPU with its agent (v0), a `torch_module` replica (r0) of the same
@@ -85,11 +93,17 @@ def _head(found: dict[str, Any]) -> str:
     return f"{found['date']}, commit `{found['commit']}`{seed}, {where}"
 
 
+def _runs(found: dict[str, Any]) -> str:
+    return f"Put together from {found['runs']} runs (`--merge`); commit and seed are the last one's."
+
+
 def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: (r["fault"], r["member"], r["phase"], r["mode"], r["transport"], r["ranks"]))
 
 
-def render(chaos: dict[str, Any], vllm: dict[str, Any] | None, soak: dict[str, Any] | None) -> str:
+def render(
+    chaos: dict[str, Any], vllm: dict[str, Any] | None, card: dict[str, Any] | None, soak: dict[str, Any] | None
+) -> str:
     rows = _sorted(chaos["rows"])
     violations = sum(bool(r["violations"]) for r in rows)
     wires = Counter(f"{r['transport']}, {r['ranks']} rank{'s' * (r['ranks'] > 1)}" for r in rows)
@@ -99,18 +113,24 @@ def render(chaos: dict[str, Any], vllm: dict[str, Any] | None, soak: dict[str, A
     for what, why in chaos["skipped"].items():
         lines.append(f"Not run: {what}: {why}.")
     if chaos["runs"] > 1:
-        lines.append(f"Put together from {chaos['runs']} runs (`--merge`); commit and seed are the last one's.")
+        lines.append(_runs(chaos))
     if chaos["left"]:
         lines.append(f"Left out for lack of time: {chaos['left']} of {chaos['left'] + len(rows)}.")
     lines += ["", _ABOUT, ""]
     if soak is not None:
         lines += ["## Soak", "", _head(soak) + ".", "", f"`{soak['summary']}`", ""]
     lines += ["## Matrix", "", *_table(rows), ""]
-    if vllm is not None:
-        theirs = _sorted(vllm["rows"])
+    if card is None:
+        lines += ["## On a card", "", _NO_CARD, ""]
+    for found, title, about in ((card, "On a card", _CARD), (vllm, "With a real vLLM", _VLLM)):
+        if found is None:
+            continue
+        theirs = _sorted(found["rows"])
         violations = sum(bool(r["violations"]) for r in theirs)
-        count = f"**{len(theirs)} faults, {violations} violations** in {vllm['wall_s'] / 60:.1f} min."
-        lines += ["## With a real vLLM", "", f"{_head(vllm)}.", "", count, "", _VLLM, "", *_table(theirs), ""]
+        count = f"**{len(theirs)} faults, {violations} violations** in {found['wall_s'] / 60:.1f} min."
+        if found.get("runs", 1) > 1:
+            count += " " + _runs(found)
+        lines += [f"## {title}", "", f"{_head(found)}.", "", count, "", about, "", *_table(theirs), ""]
         rows += theirs
     broken = [r for r in rows if r["violations"]]
     if broken:
@@ -123,15 +143,15 @@ def render(chaos: dict[str, Any], vllm: dict[str, Any] | None, soak: dict[str, A
 
 
 def main() -> None:
-    chaos, vllm, soak, out = map(Path, sys.argv[1:])
+    chaos, vllm, card, soak, out = map(Path, sys.argv[1:])
     if not chaos.exists():
         print(f"{out} is left as it is: there is no {chaos} (make chaos)")
         return
-    found = {p: json.loads(p.read_text()) for p in (chaos, vllm, soak) if p.exists()}
-    if parts := [f"{p} has a part alone ({f['part']})" for p, f in found.items() if f.get("part")]:
+    found = {p: json.loads(p.read_text()) for p in (chaos, vllm, card, soak) if p.exists()}
+    if parts := [f"{p} has a part alone ({f['part']})" for p, f in found.items() if p != card and f.get("part")]:
         print(f"{out} is left as it is: {'; '.join(parts)}. make chaos ARGS='… --merge' adds to what was run before")
         return
-    out.write_text(render(found[chaos], found.get(vllm), found.get(soak)), encoding="utf-8")
+    out.write_text(render(found[chaos], found.get(vllm), found.get(card), found.get(soak)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.faults import chaos, report
+from tests.faults.case import Row
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> str:
@@ -20,7 +21,8 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> str:
     assert chaos.main() == 0
     page = folder / "faults.md"
     page.write_text("as published")
-    monkeypatch.setattr(sys, "argv", ["report", str(found), str(folder / "none"), str(folder / "soak"), str(page)])
+    others = [str(folder / name) for name in ("vllm", "card", "soak")]
+    monkeypatch.setattr(sys, "argv", ["report", str(found), *others, str(page)])
     report.main()
     return page.read_text()
 
@@ -40,3 +42,24 @@ def test_a_short_soak_is_not_published(monkeypatch: pytest.MonkeyPatch, tmp_path
     soak: dict[str, Any] = {"part": "50 publishes"}
     (tmp_path / "soak").write_text(json.dumps(soak))
     assert run(monkeypatch, tmp_path) == "as published"
+
+
+def test_what_a_card_showed_has_a_part_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "`cuda_ipc` needs a card, and has not been run" in run(monkeypatch, tmp_path)
+    card = json.loads((tmp_path / "chaos.json").read_text())
+    row = Row("c", "SIGKILL", "r1", "update", "staged", "cuda_ipc", 1, "ABORTED", "told", "asked")
+    (tmp_path / "card").write_text(json.dumps({**card, "part": "--wires cuda_ipc", "rows": [row.as_json()]}))
+    page = run(monkeypatch, tmp_path)
+    assert (
+        "**1 faults, 0 violations**" in page and "| SIGKILL | r1 | update | staged | cuda_ipc | 1 | ABORTED |" in page
+    )
+    assert "has not been run" not in page
+
+
+def test_fleets_get_a_folder_that_is_the_same_from_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(chaos.Chaos, "fleet", lambda self, *_: given.append(self.folder))
+    monkeypatch.setattr(sys, "argv", ["chaos", "--json", "chaos.json", "--logs", "logs"])  # as by default: relative
+    assert chaos.main() == 0
+    assert given and {*given} == {tmp_path / "logs"}

@@ -299,8 +299,12 @@ def main() -> int:
     parser.add_argument("--wires", default="shm,grpc")
     parser.add_argument("--only", default="", help="cases whose name has one of these in it")
     parser.add_argument("--json", type=Path, default=Path(".bench/chaos-vllm.json"))
+    parser.add_argument("--merge", action="store_true", help="keep the rows of the results that are not run anew")
     a = parser.parse_args()
     began = time.monotonic()
+    earlier: dict[str, Any] = {"rows": [], "wall_s": 0.0}
+    if a.merge and a.json.exists():
+        earlier = json.loads(a.json.read_text())
     rows: list[Row] = []
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     cases = [c for c in VLLM_CASES if any(t in c.id for t in a.only.split(","))]
@@ -319,13 +323,17 @@ def main() -> int:
                         rows.append(attempt(runner, todo.pop(0)))
                         report(rows[-1], runner)
     wall_s = time.monotonic() - began
+    anew = {(r.case, r.transport) for r in rows}
+    kept = [r for r in earlier["rows"] if (r["case"], r["transport"]) not in anew]
+    part = f"--wires {a.wires} --only {a.only!r}" if a.only or a.wires != parser.get_default("wires") else ""
     found = {
         "machine": machine(),
         "date": date,
         "commit": commit_of(ROOT),
-        "wall_s": wall_s,
-        "part": f"--wires {a.wires} --only {a.only!r}" if a.only or a.wires != parser.get_default("wires") else "",
-        "rows": [r.as_json() for r in rows],
+        "runs": 1 + earlier.get("runs", int(bool(earlier["rows"]))),
+        "wall_s": wall_s + earlier["wall_s"],
+        "part": "" if a.merge else part,
+        "rows": [*(r.as_json() for r in rows), *kept],
     }
     a.json.parent.mkdir(parents=True, exist_ok=True)
     a.json.write_text(json.dumps(found, indent=1))

@@ -124,8 +124,8 @@ class Network:
                 run(*self.on(host), "iptables", *rule)
 
     def slow(self, host: str) -> None:
-        """What goes to the host goes at 2 Mbit/s from here on: 256 KiB take a second."""
-        shape = ("root", "tbf", "rate", "2mbit", "burst", "16kb", "latency", "400ms")
+        """What goes to the host goes at 0.5 Mbit/s from here on: 256 KiB take four seconds."""
+        shape = ("root", "tbf", "rate", "500kbit", "burst", "16kb", "latency", "400ms")
         self._tc("add", host, *shape)
 
     def fast(self, host: str) -> None:

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests import warm
 from weightplane.controlplane.core.model import Config
+from weightplane.controlplane.heartbeat import HelperStatus
 from weightplane.controlplane.server.app import ServerConfig, serve
 from weightplane.controlplane.store.memory import MemoryStore
 from weightplane.demo.model import ModelConfig, build_model
@@ -52,6 +55,8 @@ def replica(address: str, name: str) -> int:
     def ready(agent: InferenceAgent, server: GenerateServer | None) -> None:
         assert server is not None and agent.wait_live()
         helper = agent._helper
+        while helper is not None and helper.status is not HelperStatus.LIVE:  # until then nobody tells of our end
+            time.sleep(0.02)
         say(incarnation=agent.incarnation, serving=server.address, helper=helper.pid if helper is not None else 0)
 
     engine = "tests.inference_agent.process:demo_engine"
@@ -61,7 +66,7 @@ def replica(address: str, name: str) -> int:
 @contextmanager
 def program(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Run this file with ``arguments``; yields the process and the first thing that it said."""
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "tests.inference_agent.process", *arguments], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None

@@ -18,6 +18,7 @@ from tests.inference_agent.process import CONFIG, program
 from tests.inference_agent.server import eventually
 from tests.inference_agent.trainer import Trainer
 from weightplane.controlplane.dial import Dial
+from weightplane.controlplane.heartbeat import HelperStatus
 from weightplane.demo.model import build_model
 from weightplane.inference_agent.agent import InferenceAgent
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
@@ -54,7 +55,7 @@ def test_a_gil_held_for_five_seconds_between_updates_keeps_the_incarnation(plane
     agent = InferenceAgent(plane, "g", "gil", TorchModuleEngine(Constant())).start()
     try:
         assert agent.wait_live()
-        eventually(lambda: known(plane, "gil"))
+        eventually(lambda: known(plane, "gil") and agent.status().heartbeat is HelperStatus.LIVE)
         life = agent.incarnation
         ctypes.PyDLL(None).sleep(5)
         at_once = known(plane, "gil")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,13 +11,12 @@ import grpc
 import pytest
 
 from tests.inference_agent.server import Server, server
+from tests.inference_agent.sessions import session_with
 from tests.inference_agent.test_agent import Pair
 from weightplane.controlplane.core.events import Report
 from weightplane.controlplane.core.states import Evidence, Stage
-from weightplane.controlplane.dial import Dial
 from weightplane.inference_agent import operations
 from weightplane.inference_agent.rpc import AgentCalls
-from weightplane.inference_agent.session import ControlSession
 from weightplane.v1 import agent_pb2, update_pb2
 
 
@@ -69,24 +67,13 @@ class Hub:
 
 
 def test_a_vote_that_is_said_again_on_a_new_stream_has_its_receipts() -> None:
-    hub, pool = Hub(), grpc.server(ThreadPoolExecutor(4))
-    session_method = grpc.stream_stream_rpc_method_handler(
-        hub.session, agent_pb2.SessionRequest.FromString, agent_pb2.SessionResponse.SerializeToString
-    )
-    service = grpc.method_handlers_generic_handler("weightplane.v1.AgentService", {"Session": session_method})
-    pool.add_generic_rpc_handlers((service,))
-    dial = Dial(f"127.0.0.1:{pool.add_insecure_port('127.0.0.1:0')}")
-    pool.start()
+    hub = Hub()
     receipt = update_pb2.Receipt(update_id="u", member="r/0", plan_id="p", digests=[7], total=1)
     vote = Report("r", "life", 1, (), 1, update_id="u", stage=Stage.PREPARED)
-    with dial.channel() as channel:
-        hello = agent_pb2.Hello(group="g", agent_id="r", incarnation="life")
-        session = ControlSession(dial, channel, hello, lambda _: None, lambda _: None, lambda _: None)
+    with session_with(hub.session, "r", "life") as session:
         session.publish(vote, [receipt])
         session.start()
         heard = [hub.reports.get(timeout=10) for _ in range(2)]
         assert [n for n, _ in heard] == [1, 2] and all(list(r.receipts) == [receipt] for _, r in heard)
         session.publish(vote)
         assert not hub.reports.get(timeout=10)[1].receipts
-        session.stop()
-    pool.stop(None)

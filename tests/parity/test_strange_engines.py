@@ -331,11 +331,26 @@ def test_a_checkpoint_without_a_vocabulary_is_named(command: list[str], tmp_path
     assert code == 2 and "vocab_size" in text, text
 
 
+def until_it_sleeps(pid: int) -> None:
+    """Until the main thread was found asleep for half a second: it waits for something that does not come."""
+    end, asleep = time.monotonic() + 30, 0
+    while asleep < 25:
+        assert time.monotonic() < end, "its main thread never slept"
+        state = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(") ")[2][0]
+        asleep = asleep + 1 if state == "S" else 0
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("woken", [True, False], ids=["a wait is woken", "a wait is not woken"])
 @pytest.mark.parametrize("halt", ["hangs", "drips"])
-def test_ctrl_c_ends_a_check_at_once_whatever_the_engine_does(command: list[str], engine: Engine, halt: str) -> None:
+def test_ctrl_c_ends_a_check_at_once_whatever_the_engine_does(
+    command: list[str], engine: Engine, halt: str, woken: bool
+) -> None:
     engine.halt = halt
+    # A signal between Python's last look for one and the wait in the kernel wakes nobody: siginterrupt makes that sure.
+    script = f"import signal; signal.siginterrupt(signal.SIGINT, {woken}); from weightplane.cli.main import app; app()"
     run = subprocess.Popen(
-        [sys.executable, "-c", "from weightplane.cli.main import app; app()", *command],
+        [sys.executable, "-c", script, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -343,6 +358,8 @@ def test_ctrl_c_ends_a_check_at_once_whatever_the_engine_does(command: list[str]
     )
     try:
         assert engine.asked.wait(60), "it never asked"
+        if not woken:
+            until_it_sleeps(run.pid)
         run.send_signal(signal.SIGINT)
         text = run.communicate(timeout=20)[0]  # a request's own timeout is 120 s
         assert run.returncode == 130 and "interrupted: nothing was measured" in text, text

@@ -8,6 +8,7 @@ if all are k, and never a multiple of BASE if two versions less than BASE apart 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,11 +31,13 @@ assert _WEIGHTS[-1] > 0
 
 
 class Coded(nn.Module):
-    """Eight tensors of 32 KiB."""
+    """Eight tensors of 32 KiB, on the device that ``WEIGHTPLANE_TEST_DEVICE`` names; by default the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(SIZE), requires_grad=False) for _ in range(LAYERS))
+        device = os.environ.get("WEIGHTPLANE_TEST_DEVICE", "cpu")
+        blank = (torch.zeros(SIZE, device=device) for _ in range(LAYERS))
+        self.layers = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in blank)
 
     def fill(self, k: int) -> None:
         with torch.no_grad():

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from tests import warm
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, update_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +58,7 @@ class Child:
         log = (folder / f"log-{time.monotonic_ns()}").open("wb")
         self._log = Path(log.name)
         with log:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 [*prefix, sys.executable, "-m", "tests.process.launch", str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.process.harness import GROUP, ROOT, Fleet, eventually
+from tests.process.harness import GROUP, ROOT, TTL_S, Fleet, eventually
 from tests.process.harness import http as ask
 from tests.process.load import Got, Ledger
 from tests.routing.haproxy import free_port
@@ -33,8 +33,8 @@ TEXTS: list[tuple[str, str]] = []
 class Routed(Fleet):
     """``probes``: the control plane's; ``serving`` is known before a replica starts, and stays."""
 
-    def __init__(self, folder: Path, names: tuple[str, ...], spares: int = 1) -> None:
-        super().__init__(folder, spares=spares)
+    def __init__(self, folder: Path, names: tuple[str, ...], spares: int = 1, ttl_s: float = TTL_S) -> None:
+        super().__init__(folder, spares=spares, ttl_s=ttl_s)
         self.names, self.probes = names, f"127.0.0.1:{free_port()}"
         self.serving = {name: f"127.0.0.1:{free_port()}" for name in names}
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
 
 @pytest.fixture
 def f(tmp_path: Path) -> Iterator[Routed]:
-    with Routed(tmp_path, ("r0", "r1")) as made:
+    with Routed(tmp_path, ("r0", "r1"), ttl_s=15) as made:  # who stands still for a moment is not lost
         made.start_plane()
         for name in made.names:
             made.begin_replica(name)

@@ -26,6 +26,7 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 
+from tests import warm
 from tests.security import after
 from tests.security.mutation import Maker, mutated
 from tests.security.target import KEY
@@ -323,7 +324,7 @@ def fuzz(messages: int = 1 << 40, seconds: float = 7200.0, seed: int = 0) -> tup
         log = Path(folder, "log")
         command = [sys.executable, "-m", "tests.security.target", folder]
         with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, cwd=ROOT)
+            process = warm.Popen(command, stdout=subprocess.PIPE, stderr=out, cwd=ROOT)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

@@ -210,11 +210,12 @@ def test_a_caller_whose_deadline_passed_leaves_no_traceback_in_the_log(caplog: p
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await asyncio.wait_for(channel.channel_ready(), 10)
             stub: Any = fleet_pb2_grpc.FleetServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as unary:
-                await stub.ListGroups(fl.ListGroupsRequest(), timeout=0.1)
+                await stub.ListGroups(fl.ListGroupsRequest(), timeout=0.3)
             with pytest.raises(grpc.aio.AioRpcError) as stream:
-                async for _ in stub.WatchGroup(fl.WatchGroupRequest(group="g"), timeout=0.1):
+                async for _ in stub.WatchGroup(fl.WatchGroupRequest(group="g"), timeout=0.3):
                     pass
         await server.stop(5)  # waits for the handlers
         assert unary.value.code() is stream.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -36,6 +36,18 @@ async def test_groups_are_made_and_their_policies_replaced() -> None:
         await refused(fleet_.UpdateGroup(reused, timeout=5), "REQUEST_ID_REUSED")
 
 
+async def test_a_policy_that_goes_on_stale_says_how_often() -> None:
+    async with server() as running, fleet(running.address, 0) as (trainer, _):
+        policy = fl.GroupPolicy(failure=fl.FAILURE_POLICY_CONTINUE_STALE)
+        create = fl.CreateGroupRequest(request_id="1", group="new", policy=policy)
+        await refused(trainer.fleet.CreateGroup(create, timeout=5), "INVALID_ARGUMENT")
+        update = fl.UpdateGroupRequest(request_id="2", group="g", policy=policy)
+        await refused(trainer.fleet.UpdateGroup(update, timeout=5), "INVALID_ARGUMENT")
+        policy.max_stale_versions = 1
+        update = fl.UpdateGroupRequest(request_id="3", group="g", policy=policy)
+        assert (await trainer.fleet.UpdateGroup(update, timeout=5)).group.policy.max_stale_versions == 1
+
+
 def pausing(replica: Replica) -> asyncio.Task[None]:
     """An engine that does as the desired state says."""
 
@@ -57,7 +69,7 @@ async def test_pauses_are_counted_by_holder_and_answer_when_in_force() -> None:
     async with server() as running, fleet(running.address, 2) as (trainer, replicas):
         await trainer.publish()
         request = fl.PauseGenerationRequest(request_id="p", group="g")
-        await refused(trainer.fleet.PauseGeneration(request, timeout=0.5), "DEADLINE")
+        await refused(trainer.fleet.PauseGeneration(request, timeout=2), "DEADLINE")
         obeying = [pausing(r) for r in replicas]
         paused = await trainer.fleet.PauseGeneration(request, timeout=5)
         assert [list(r.pause_holders) for r in paused.replicas] == [["operator"]] * 2

@@ -1,5 +1,6 @@
 """The gateway's streams, and callers that are slow, silent, too many, or gone."""
 
+# ruff: noqa: E402 - what follows the check for the extra imports it
 from __future__ import annotations
 
 import asyncio
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
+
+uvicorn = pytest.importorskip("uvicorn", reason="the extra weightplane[gateway] is not installed")
+pytest.importorskip("starlette", reason="the extra weightplane[gateway] is not installed")
 
 from tests.server.by_http import FLEET, TOKENS, TRANSFER, bearer, connection, eventually, gated, post
 from tests.server.certificates import HAS_OPENSSL, authority, certificate

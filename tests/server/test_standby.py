@@ -16,6 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests import warm
 from tests.cli.checkpoints import tiny
 from tests.cli.fleet import ROOT, Launched, weightplane
 from tests.server.planes import Plane
@@ -88,7 +89,7 @@ def test_who_dials_the_one_that_stands_by_hears_its_words(start: Callable[..., P
     options = json.dumps(str(checkpoint))
     agent = [sys.executable, "-m", "weightplane.cli", "inference-agent", "-a", second.listen, "-g", "g"]
     agent += ["--replica-id", "a", "--engine", "tests.cli.blank_engine:make", "--engine-option", f"path={options}"]
-    with subprocess.Popen(agent, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(agent, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             line = next(line for line in process.stderr if second.listen in line and "WARNING" in line)
@@ -107,7 +108,7 @@ def test_a_publish_waits_for_the_one_that_stands_by_to_lead(
     checkpoint = tiny(tmp_path / "one.safetensors", 1.0)
     command = [sys.executable, "-m", "weightplane.cli", "publish", str(checkpoint), "-g", "g"]
     command += ["-a", second.listen, "--wait", "60"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as publish:
+    with warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as publish:
         try:
             assert publish.stderr is not None
             assert "this one stands by" in next(line for line in publish.stderr if line.startswith("still waiting"))

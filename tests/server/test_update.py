@@ -136,10 +136,11 @@ async def test_busy_refuses_waits_or_supersedes() -> None:
 async def test_waiting_ends_with_the_callers_own_deadline_and_a_reason() -> None:
     async with server() as running, fleet(running.address, 1) as (trainer, _):
         await trainer.start()
-        trainer.timeout = 0.8
+        trainer.timeout = 2.0
         started = time.monotonic()
         error = await refused(trainer.start(on_busy=cm.ON_BUSY_WAIT), "UPDATE_IN_PROGRESS")
-        assert time.monotonic() - started < 0.8 and "stayed open" in (error.details() or "")
+        assert time.monotonic() - started < 2.0
+        assert "stayed open" in (error.details() or "")  # it is no DEADLINE_EXCEEDED of the caller's own
 
 
 async def test_a_repeated_start_gets_the_first_answer() -> None:

@@ -330,6 +330,8 @@ class Coordinator:
             t.told(self)
 
     def make_plan(self, e: events.MakePlan) -> None:
+        if not e.update_id:
+            return  # ahead of time: nobody waits for an answer
         missing = [m for m, p in (*e.senders, *e.receivers) if not p]
         failure = Failure(Reason.PLACEMENT_MISMATCH, f"no placement of {missing}") if missing else None
         if self.world.profile.plan_fails and self.world.faulty and self.rng.random() < 0.01:

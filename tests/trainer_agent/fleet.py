@@ -87,7 +87,7 @@ def same(engine: TorchModuleEngine, module: nn.Module) -> bool:
 
 
 @contextmanager
-def hook(name: str, action: Callable[[int], None]) -> Iterator[threading.Event]:
+def hook(name: str, action: Callable[[int], object]) -> Iterator[threading.Event]:
     """Run ``action(nth)`` whenever the failpoint ``name`` is hit in this process; the event tells that it was."""
     reached = threading.Event()
 

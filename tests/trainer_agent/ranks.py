@@ -14,7 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = "torch,torch.distributed.fsdp,torch.distributed.tensor"
 
 
 class Ranks:
@@ -30,7 +33,7 @@ class Ranks:
             log = (folder / f"rank{rank}.log").open("wb")
             command = [sys.executable, "-m", "tests.trainer_agent.ranks", spec]
             self.processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                warm.Popen(command, preload=PRELOAD, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
             )
             log.close()
 

@@ -16,7 +16,7 @@ from torch import nn
 from weightplane.controlplane.server.transfer_service import TransferService
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.inference_agent.rpc import AgentCalls
-from weightplane.trainer_agent import UpdateFailed
+from weightplane.trainer_agent import UpdateFailed, ahead
 
 from .fleet import Fleet, eventually, fill, fleet, hook, same
 
@@ -133,6 +133,7 @@ def test_a_publisher_that_closes_waits_for_no_binding(monkeypatch: pytest.Monkey
         return await answer(self, request, context)
 
     monkeypatch.setattr(TransferService, "InitTransfer", init_transfer)
+    monkeypatch.setattr(ahead, "_BIND_S", 60.0)
     with fleet() as f:
         f.replica("r0", TorchModuleEngine(model(1)))
         publisher = f.publisher(model(2), heartbeat="helper")
@@ -140,6 +141,6 @@ def test_a_publisher_that_closes_waits_for_no_binding(monkeypatch: pytest.Monkey
         f.replica("late", TorchModuleEngine(model(3)))
         assert held.wait(10)
         began = time.monotonic()
-        publisher.close()
-        assert time.monotonic() - began < 1.5
+        publisher.close()  # it may have to wait for a helper that still starts
+        assert time.monotonic() - began < 20
         assert not [t for t in threading.enumerate() if t.name == "weightplane-bind-ahead"]

@@ -15,7 +15,7 @@ from weightplane.controlplane.core.model import Config
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 
 PATIENT = Config(beat_s=0.5, ttl_s=2.5, quiesce_s=2.0)  # two cores, and four ranks that import torch
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]  # it counts a second across four ranks on two cores
 
 
 def check(f: Fleet, step: int, replicas: tuple[str, ...], ranks: Ranks | None = None) -> None:

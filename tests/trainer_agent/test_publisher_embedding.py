@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,13 +133,13 @@ async def test_cancelling_a_coroutine_aborts_its_update(f: Fleet) -> None:
     await publisher.apublish(1)
     before = f.state().committed
 
-    def slowly(n: int) -> None:
-        time.sleep(0.1)
+    go = threading.Event()
 
-    with hook("trainer.send.bucket", slowly):
+    with hook("trainer.send.bucket", lambda _: go.wait(10)) as there:
         task = asyncio.ensure_future(publisher.apublish(2))
-        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(there.wait, 10)
         task.cancel()
+        asyncio.get_running_loop().call_later(0.1, go.set)  # the task has heard by then
         with pytest.raises(asyncio.CancelledError):
             await task
     eventually(lambda: f.state().open is None)
@@ -152,13 +151,13 @@ def test_a_handle_can_be_cancelled(f: Fleet) -> None:
     publisher = f.publisher(Model())
     publisher.publish(1)
 
-    def slowly(n: int) -> None:
-        time.sleep(0.1)
+    go = threading.Event()
 
-    with hook("trainer.send.bucket", slowly):
+    with hook("trainer.send.bucket", lambda _: go.wait(10)) as there:
         handle = publisher.publish_async(2)
-        time.sleep(0.15)
+        assert there.wait(10)
         handle.cancel("enough")
+        go.set()
         with pytest.raises(PublisherClosed, match="enough"):
             handle.result(5)
     assert handle.source_free.is_set()

@@ -477,7 +477,7 @@ def test_an_operators_abort_is_raised_within_a_second(pair: Fleet) -> None:
             threading.Thread(
                 target=lambda: publisher._hold.client.transfer.AbortUpdate(request, timeout=5), daemon=True
             ).start()
-            time.sleep(0.3)
+            eventually(lambda: pair.state().open is None or pair.state().open.failure, what="it is aborted")
             aborted.append(time.monotonic())
 
     with hook("trainer.send.bucket", abort), pytest.raises(UpdateFailed, match="by an operator") as caught:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
+from tests import warm
 from tests.inference_agent.models import manifest_of
 from tests.inference_agent.trainer import Trainer as Caller
 from tests.inference_agent.trainer import state_of
@@ -192,7 +193,7 @@ def test_a_death_on_one_channel_aborts_all_or_excludes_the_whole_replica(f: Flee
     two_others(f)
     env = {**os.environ, "WEIGHTPLANE_FAILPOINTS": "grpc.receive.inside=kill@12", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.trainer_agent.spread", f.address, "mortal"]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             eventually(
                 lambda: "mortal" in (s := f.state().replicas) and s["mortal"].reported, 60, "the process is here"

@@ -175,11 +175,12 @@ class Cluster:
     def receiver(self, m: str = "r0") -> CollectiveReceiveChannel:
         return cast("CollectiveReceiveChannel", self.channels[m])
 
-    def arm(self, buckets: Sequence[Bucket], deadline_s: float = 20, update: str = "") -> None:
+    def arm(self, buckets: Sequence[Bucket], deadline_s: float = 20, update: str = "", skew_s: float = 0.0) -> None:
+        """``skew_s``: each member's deadline is so much later than the one's before it."""
         self.token = ArmToken(update or f"u-{os.urandom(4).hex()}", 1, 1)
-        for m in self.members:
+        for n, m in enumerate(self.members):
             mine = [b for b in buckets if m == b.sender or m in b.receivers]
-            self.channels[m].arm(self.token, mine, time.monotonic() + deadline_s)
+            self.channels[m].arm(self.token, mine, time.monotonic() + deadline_s + n * skew_s)
 
     def start(self, member: str, work: Callable[[], object]) -> Future[object]:
         return self.pool.submit(work)
@@ -490,11 +491,14 @@ def usable(c: Cluster) -> None:
 
 
 @pytest.mark.alone
-def test_a_peer_that_never_comes_ends_the_others_by_the_deadline(cluster: Callable[..., Cluster]) -> None:
+@pytest.mark.parametrize("skew_s", [0.0, 0.15], ids=["together", "one sooner"])
+def test_a_peer_that_never_comes_ends_the_others_by_the_deadline(
+    cluster: Callable[..., Cluster], skew_s: float
+) -> None:
     c = cluster(1, 2)
     buckets = [bucket_of(7, [100], "s0", c.receivers)]
     spans = {7: [torch.zeros(100, dtype=torch.uint8)]}
-    c.arm(buckets, deadline_s=0.5)
+    c.arm(buckets, deadline_s=0.5, skew_s=skew_s)
     end = time.monotonic() + 0.5
     futures = {"s0": c.send("s0", buckets, spans), "r0": c.receive("r0", buckets, spans)}
     for m, future in futures.items():

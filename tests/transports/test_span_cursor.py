@@ -42,6 +42,7 @@ def test_other_tensors_are_refused(bad: torch.Tensor) -> None:
         SpanCursor([torch.zeros(1, dtype=torch.uint8), bad])
 
 
+@pytest.mark.alone
 def test_a_computing_thread_is_noticed_and_does_not_starve_the_copy() -> None:
     """Next to a thread that never gives the GIL up by itself, each freed copy costs 5 ms; most must not be freed."""
     source = torch.ones(1 << 20, dtype=torch.uint8)

@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 from .fresh import LONGEST, OVERRIDES
 from .models import CORE, ENVIRONMENT, PROMPTS, REPLICA, TOKENS, dtype_of
 
@@ -133,9 +135,10 @@ class VllmServer:
         found, look = {}, [self.process.pid]
         while look:
             pid = look.pop()
-            found[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                look += map(int, (task / "children").read_text().split())
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one of vLLM's may end as we look
+                found[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    look += map(int, (task / "children").read_text().split())
         for part in ("Worker", "Engine"):
             for pid, name in found.items():
                 if part in name:
@@ -225,7 +228,7 @@ class AgentProcess:
         command = [sys.executable, "-m", "weightplane.cli", "inference-agent", "--address", address, "--group", group]
         command += ["--replica-id", replica_id, "--engine", "vllm", "--engine-option", f"url={url}", *options]
         with log.open("ab") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+            self.process = warm.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.log = log
 
     def stop(self) -> int:

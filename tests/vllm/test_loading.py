@@ -142,6 +142,7 @@ class Llm:
 
         self.engine = WeightplaneTransferEngine(None, real.config, DEVICE, real.model)
         worker: Any = object.__new__(CPUWorker)
+        worker.parallel_config = real.config.parallel_config
         worker.vllm_config, worker.rank, worker.weight_transfer_engine = real.config, 0, self.engine
         worker._weight_update_active = worker._weight_update_is_draft = False
         worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,8 @@ class Recorded(Driver):
             self.drained.wait(10)
 
     def resume(self, timeout: float) -> None:
+        if self.fail:
+            raise DriverError("no")
         self.calls.append("resume")
 
     def is_paused(self, timeout: float) -> bool:
@@ -123,6 +126,21 @@ def test_the_last_holder_lets_generation_go_on() -> None:
     desk.resume("operator")
     assert driver.calls == ["KEEP"] and desk.holders == {"update"} and desk.in_force()
     desk.resume("update")
+    assert driver.calls == ["KEEP", "resume"] and notes[-1] == ()
+
+
+def test_a_release_is_noted_once_vllm_goes_on() -> None:
+    """An agent killed in between leaves a pause: the next one must know that it was ours, and nobody's by hand."""
+    driver = Recorded()
+    notes: list[tuple[str, ...]] = []
+    desk = PauseDesk(driver, notes.append)
+    desk.pause("update", PauseMode.KEEP)
+    assert desk.wait("update", 5)
+    driver.fail = True
+    desk.resume("update")
+    assert notes == [("update",)] and not desk.holders
+    driver.fail = False
+    assert not desk.paused_by_hand(5), "it is our own, and is ended now"
     assert driver.calls == ["KEEP", "resume"] and notes[-1] == ()
 
 
@@ -442,6 +460,9 @@ class Told:
         self.said: list[Any] = []
         self.no = ""
 
+    def may_sleep(self, level: int) -> None:
+        self._hear("may_sleep", level)
+
     def falls_asleep(self, level: int) -> None:
         self._hear("falls_asleep", level)
 
@@ -464,6 +485,8 @@ def test_orders_of_others_to_a_worker_are_heard() -> None:
     """Each once, whoever listens twice; what is refused does not happen; a worker of nobody sleeps as ever."""
 
     class Base:
+        parallel_config = SimpleNamespace(rank=0, world_size=1)
+
         def __init__(self, told: Told | None) -> None:
             self.told, self.did = told, list[Any]()
 
@@ -488,13 +511,13 @@ def test_orders_of_others_to_a_worker_are_heard() -> None:
         w.discard(("kv_cache",))
         assert [what for what, _ in w.did] == ["sleep", "sleep", "wake_up", "wake_up", "discard"]
     assert mine.told is not None and mine.told.said == [
-        ("falls_asleep", 1),
-        ("falls_asleep", 2),
+        *(("may_sleep", 1), ("falls_asleep", 1)),
+        *(("may_sleep", 2), ("falls_asleep", 2)),
         *(("wakes_up", ["weights"]), ("woke_up", ["weights"])),
         *(("wakes_up", None), ("woke_up", None)),
         ("discards", ("kv_cache",)),
     ]
-    for no, call in (("falls_asleep", mine.sleep), ("wakes_up", mine.wake_up)):
+    for no, call in (("may_sleep", mine.sleep), ("wakes_up", mine.wake_up)):
         mine.told.no, before = no, list(mine.did)
         with pytest.raises(RuntimeError, match="no"):
             call()

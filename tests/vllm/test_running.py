@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.inference_agent.test_shares import ALONE, KINDS, MANIFEST, TARGETS
 from weightplane.inference_agent.caches import Newest
 from weightplane.inference_agent.engines.base import EngineError
 from weightplane.inference_agent.engines.vllm.remote import RemoteChannel
+from weightplane.inference_agent.shares import Shares
+from weightplane.inference_agent.sink import Sink
 from weightplane.inference_agent.vllm_plugin import running
 from weightplane.inference_agent.vllm_plugin.held import Holder
 from weightplane.inference_agent.vllm_plugin.running import AHEAD, Run
@@ -241,11 +244,15 @@ def test_updates_in_place_leave_what_is_known_of_live_memory() -> None:
     from weightplane.inference_agent.vllm_plugin.opening import Opening
 
     opening = Opening.__new__(Opening)
-    opening._shares, opening._surveys, opening._slot = Newest(4), Newest(4), None
-    opening._shares.keep(("plan", "r/0", frozenset({"cuda"}), "map"), "where its bytes go")
+    opening._shares, opening._surveys, opening._slot = Shares(4), Newest(4), None
+
+    def known() -> Sink:
+        return opening._shares.get(ALONE, MANIFEST, "a", KINDS, "map", lambda: TARGETS)[1]
+
+    where_its_bytes_go = known()
     for _ in range(2):
         opening._drop_slot()
-        assert list(opening._shares.values()) == ["where its bytes go"]
+        assert known() is where_its_bytes_go
     opening._slot = ("manifest", None, {})  # type: ignore[assignment]
     opening._drop_slot()
-    assert not opening._shares and opening._slot is None
+    assert known() is not where_its_bytes_go and opening._slot is None

@@ -28,6 +28,9 @@ json shown(const Outcome &outcome) {
             text += (text.empty() ? "" : "+") + name;
         transports[replica] = text;
     }
+    json absent = json::object();
+    for (const auto &a : u.absent())
+        absent[a.replica_id()] = a.reason();
     return {{"committed", true},
             {"version", u.version()},
             {"update_id", u.update_id()},
@@ -37,6 +40,7 @@ json shown(const Outcome &outcome) {
             {"wire_s", wire},
             {"gbps", wire > 0 ? static_cast<double>(outcome.bytes) / wire / 1e9 : 0.0},
             {"replicas", replicas},
+            {"absent", absent},
             {"transports", transports}};
 }
 

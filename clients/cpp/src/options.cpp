@@ -72,6 +72,8 @@ std::string content(const std::string &path) {
     std::ostringstream out;
     if (!file || !(out << file.rdbuf()))
         refuse(path + ": " + std::strerror(errno) + "; --tls-ca, --tls-cert and --tls-key name PEM files");
+    if (out.str().find("-----BEGIN ") == std::string::npos) // gRPC would say that nobody can be reached
+        refuse(path + ": expected PEM, with -----BEGIN in it, found none; --tls-ca, --tls-cert and --tls-key name PEM files");
     return out.str();
 }
 

@@ -42,8 +42,10 @@ Publication::~Publication() = default;
 Outcome Publication::run() {
     try {
         patience_ = in_seconds(options_.wait);
-        gather();
-        hold();
+        do {
+            gather();
+            hold();
+        } while (!reached());
         announce();
         start();
         const auto began = Clock::now();

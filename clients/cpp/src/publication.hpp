@@ -52,6 +52,7 @@ private:
     }
     void gather();
     void hold();
+    bool reached();
     void init();
     void announce();
     void start();
@@ -92,6 +93,7 @@ private:
     std::unique_ptr<Beats> beats_;
     Token token_;
     Deadline patience_{}; // of --wait
+    std::set<std::string> ready_; // the replicas that may take part, as gather saw them
     bool opening_ = false;
     bool finishing_ = false; // FinishUpdate may have been carried out
     bool asked_ = false;     // what became of it, in vain

@@ -1,6 +1,8 @@
 // Before an update: the replicas that are waited for, and the hold on the group.
 #include <algorithm>
 #include <cstdlib>
+#include <map>
+#include <set>
 
 #include "publication.hpp"
 #include "shm_segment.hpp"
@@ -12,6 +14,7 @@ using Stub = ControlPlane::Stub;
 
 constexpr double kCall = 30; // seconds for a call that moves nothing
 constexpr double kPoll = 0.2;
+constexpr double kAgain = 1; // between two looks at who is within reach: each binds anew
 constexpr double kReach = 1.5; // seconds in which a control plane that listens is reached for the first time
 constexpr double kLate = 0.5; // seconds by which a lapse may be noticed late
 constexpr char kLapses[] = "its lease ends in "; // of a hold that its trainer renews, or did: the control plane's words
@@ -20,6 +23,16 @@ constexpr char kLapses[] = "its lease ends in "; // of a hold that its trainer r
 std::string host_id() {
     const char *given = std::getenv("WEIGHTPLANE_HOST_ID");
     return given != nullptr && *given != '\0' ? given : shm_host();
+}
+
+// What is said of too few replicas.
+Error too_few(const std::string &group, std::int64_t expected, const std::set<std::string> &found, const std::string &others) {
+    std::string names;
+    for (const auto &name : found)
+        names += (names.empty() ? "" : ", ") + name;
+    return Error(Exit::refused, "NOT_ENOUGH_REPLICAS",
+                 "group '" + group + "': expected " + std::to_string(expected) + " replica(s), found " +
+                     std::to_string(found.size()) + " (" + (names.empty() ? "none" : names) + ")" + others);
 }
 
 // Seconds until a hold ends unless it is renewed, as a refusal says; below 0 if it says nothing of the kind.
@@ -39,31 +52,24 @@ void Publication::gather() {
     v1::ListReplicasRequest ask;
     ask.set_group(options_.group);
     while (true) {
-        std::vector<std::string> ready;
+        ready_.clear();
         std::string others;
         try {
             const auto answer = plane_.call("ListReplicas", &v1::FleetService::Stub::ListReplicas, ask, in_seconds(kCall),
                                             stop_, std::min(ControlPlane::kPatience, options_.wait));
             for (const auto &r : answer.replicas())
                 if (r.may_not_join().empty())
-                    ready.push_back(r.replica_id());
+                    ready_.insert(r.replica_id());
                 else
                     others += "; " + r.replica_id() + ": " + r.may_not_join();
         } catch (const Refused &e) { // the group is made by its first replica, or by us
             if (e.reason != "UNKNOWN_GROUP" && (!e.leaderless || Clock::now() >= patience_))
                 throw;
         }
-        if (static_cast<std::int64_t>(ready.size()) >= options_.replicas)
+        if (static_cast<std::int64_t>(ready_.size()) >= options_.replicas)
             return;
-        if (Clock::now() >= patience_) {
-            std::string names;
-            for (const auto &name : ready)
-                names += (names.empty() ? "" : ", ") + name;
-            throw Error(Exit::refused, "NOT_ENOUGH_REPLICAS",
-                        "group '" + options_.group + "': expected " + std::to_string(options_.replicas) +
-                            " replica(s), found " + std::to_string(ready.size()) + " (" +
-                            (names.empty() ? "none" : names) + ")" + others);
-        }
+        if (Clock::now() >= patience_)
+            throw too_few(options_.group, options_.replicas, ready_, others);
         stop_.sleep_until(std::min(in_seconds(kPoll), std::max(patience_, Clock::now())));
     }
 }
@@ -122,4 +128,37 @@ void Publication::init() {
     watch_->held_by(in_seconds(kCall));
     if (!beats_) // after the stream, which would else hold the lease by itself
         beats_ = std::make_unique<Beats>(plane_, options_.group, member_, incarnation_, token_.generation, stop_);
+}
+
+// Whether transports reach --replicas of those that may take part. If not, it refuses once --wait is over, before anything
+// is opened; until then one may come that is reached, or that is taken in as it takes part.
+bool Publication::reached() {
+    std::map<std::string, std::string> out;
+    std::set<std::string> bound;
+    for (const auto &choice : bound_.choices()) {
+        bound.insert(choice.replica_id());
+        if (!choice.transport().empty())
+            continue;
+        std::string why = choice.reason();
+        for (const auto &refusal : choice.refusals())
+            why += ", " + refusal.transport() + ": " + refusal.reason();
+        auto &said = out[choice.replica_id()];
+        if (said.size() < why.size()) // of its workers, the one with the causes
+            said = why;
+        ready_.erase(choice.replica_id());
+    }
+    if (options_.replicas == 1) { // StartUpdate waits for one that comes, and says why who is there is out of reach
+        if (bound.empty() || bound.size() > out.size() || in_seconds(kAgain) >= patience_)
+            return true;
+    } else {
+        if (static_cast<std::int64_t>(ready_.size()) >= options_.replicas)
+            return true;
+        std::string others;
+        for (const auto &[replica, why] : out)
+            others += "; " + replica + ": " + why;
+        if (in_seconds(kAgain) >= patience_)
+            throw too_few(options_.group, options_.replicas, ready_, others);
+    }
+    stop_.sleep_until(in_seconds(kAgain));
+    return false;
 }

@@ -22,7 +22,8 @@ try {
   await trainer.close();
   const { version, update_id, bytes, seconds } = done;
   const replicas = Object.fromEntries(done.outcomes.map((o) => [o.replica_id, o.state.replace("WEIGHTS_STATE_", "")]));
-  console.log(JSON.stringify({ version, update_id, bytes, seconds, replicas }));
+  const absent = Object.fromEntries((done.absent ?? []).map((a) => [a.replica_id, a.reason]));
+  console.log(JSON.stringify({ version, update_id, bytes, seconds, replicas, absent }));
   process.exit(0);
 } catch (error) {
   await trainer?.close().catch(() => {}); // the first error is the one to tell

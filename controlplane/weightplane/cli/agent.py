@@ -32,14 +32,26 @@ def _pairs(option: str, texts: list[str], parse: bool) -> dict[str, Any]:
     return found
 
 
-_FACTORY = "docs/inference.md has a factory of five lines; it takes no argument but what --engine-option gives it"
+_FACTORY = (
+    "pass --engine module:function, a function of yours that returns the engine (docs/inference.md has one of five "
+    "lines); it takes no argument but what --engine-option gives it"
+)
+_VLLM = (
+    "docs/vllm.md says how vLLM is started (VLLM_SERVER_DEV_MODE=1, --weight-transfer-config); --engine-option "
+    "url=http://HOST:PORT is its server, without /v1"
+)
 
 
 def inference_agent(
     group: GroupOption,
     replica_id: Annotated[str, typer.Option("--replica-id", help="Stable and unique in the group.")],
     engine: Annotated[
-        str, typer.Option("--engine", help="module:factory (also of the current folder), or a registered name.")
+        str,
+        typer.Option(
+            "--engine",
+            help="module:function that returns an engine (also of the current folder), or a registered name whose "
+            "arguments are all plain values, such as vllm; torch_module wants a module, so a function.",
+        ),
     ],
     address: AddressOption = DEFAULT_ADDRESS,
     option: Annotated[
@@ -112,7 +124,9 @@ def inference_agent(
             on_ready=ready,
         )
     except EngineFailed as error:
-        complain(f"{error}{chr(10) if error.frames else ''}{error.frames}", "", Exit.USAGE, False, _FACTORY)
+        frames = error.frames if engine != "vllm" else ""  # those of our own code: nobody's factory is at fault
+        todo = _VLLM if engine == "vllm" else _FACTORY
+        complain(f"{error}{chr(10) if frames else ''}{frames}", "", Exit.USAGE, False, todo)
     except PortRefused as error:
         complain(str(error), "", Exit.REFUSED, False, "stop the other, or name another address (port 0: a free one)")
     except (ValueError, OSError) as error:

@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from weightplane.controlplane.dial import Dial, PlaintextRefused
 from weightplane.controlplane.grpc_close import close_channels
 from weightplane.controlplane.handshake import NO_GRPC, trouble
+from weightplane.controlplane.names import CONFINED
 from weightplane.v1.agent_pb2_grpc import AgentServiceStub
 from weightplane.v1.common_pb2 import Failure as FailureMessage
 from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
@@ -32,6 +33,7 @@ __all__ = [
     "Connection",
     "GroupOption",
     "JsonOption",
+    "advice_on",
     "connect",
     "dial",
     "interrupted",
@@ -66,10 +68,16 @@ _ADVICE = {
     "UPDATE_IN_PROGRESS": "weightplane watch -g {group} follows it; weightplane abort -g {group} ends it",
     "NO_TRANSPORT": "weightplane doctor on both hosts says which transport works and why not",
     "UNAUTHENTICATED": "give a token (WEIGHTPLANE_TOKEN), or a certificate (WEIGHTPLANE_CA, _CERT and _KEY)",
-    "PERMISSION_DENIED": "use a token or a certificate that has the role and the group that are asked for",
+    "PERMISSION_DENIED": "use a token or a certificate that has the role that is expected",
     "COORDINATOR_RESTARTED": LEADS,
     "UNKNOWN_OUTCOME": "weightplane updates -g {group} shows what became of it once a coordinator leads again",
 }
+
+#: For whom one of its other groups is refused, whatever its roles.
+_CONFINED = (
+    "this token or certificate is for other groups, whatever its roles: name one of these with --group, or use one "
+    "that is for group {group} too"
+)
 
 _CODES = {
     grpc.StatusCode.UNAVAILABLE: Exit.UNREACHABLE,
@@ -224,6 +232,12 @@ def said_of(error: grpc.RpcError) -> tuple[str, FailureMessage | None]:
     return reason, failure
 
 
+def advice_on(reason: str, text: str, group: str) -> str:
+    """What to do next about a refusal, by its reason and its text; empty where that text says it all."""
+    confined = reason == "PERMISSION_DENIED" and CONFINED in text
+    return (_CONFINED if confined else _ADVICE.get(reason, "")).format(group=group or "GROUP")
+
+
 def _explain(error: grpc.RpcError, address: str, as_json: bool, group: str) -> Exit:
     code = error.code()
     reason, failure = said_of(error)
@@ -235,7 +249,7 @@ def _explain(error: grpc.RpcError, address: str, as_json: bool, group: str) -> E
         tls = "docs/security.md tells how TLS is turned on, and what each refusal means"
         advice = {"": START_ONE, NO_GRPC: ""}.get(found, tls)
     else:
-        advice = _ADVICE.get(reason, "").format(group=group or "GROUP")
+        advice = advice_on(reason, text, group)
     if as_json:
         error_data = {"code": code.name, "reason": reason, "message": text, "next": advice, "exit": int(exit_code)}
         emit_json({"error": error_data})

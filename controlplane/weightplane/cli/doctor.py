@@ -50,7 +50,10 @@ def doctor(
     group: Annotated[str, typer.Option("--group", "-g", help="Also explain how each replica is reached.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Examine this host and the control plane. Exit 3 if none answers, 4 if something else will not work."""
+    """Examine this host and the control plane.
+
+    Exit 3 if none answers, 7 if it has no such group, 4 if something else will not work.
+    """
     from weightplane.transports import registry
 
     checks: list[dict[str, Any]] = []
@@ -83,7 +86,7 @@ def doctor(
         check(
             "a transport", usable, "at least one works here" if usable else "none works here", "mend one of the above"
         )
-    answers = _control_plane(check, address, group)
+    told = _control_plane(check, address, group)
     bad = [c for c in checks if not c["ok"]]
     if as_json:
         emit_json({"ok": not bad, "checks": checks})
@@ -95,39 +98,56 @@ def doctor(
         table("doctor", ["check", "", "found", "what to do"], rows)
         console.print("all is well" if not bad else f"{len(bad)} problem(s)")
     if bad:
-        raise typer.Exit(Exit.REFUSED if answers else Exit.UNREACHABLE)
+        raise typer.Exit(told or Exit.REFUSED)
 
 
-def _control_plane(check: Any, address: str, group: str) -> bool:
-    """Whether it answers, be it with a refusal."""
+def _control_plane(check: Any, address: str, group: str) -> Exit:
+    """How the command ends, as far as the control plane has a say: by another problem it is REFUSED."""
     import grpc
 
     from weightplane.controlplane.handshake import trouble
     from weightplane.v1 import fleet_pb2
     from weightplane.v1.fleet_pb2_grpc import FleetServiceStub
 
-    from .client import LEADS, START_ONE, dial, open_channel, said_of, words
+    from .client import LEADS, START_ONE, advice_on, dial, open_channel, said_of, words
 
     with open_channel(address) as channel:
         stub = FleetServiceStub(channel)
+        about, groups = "control plane", []
         try:
-            groups = stub.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=3).groups
+            groups = [g.group for g in stub.ListGroups(fleet_pb2.ListGroupsRequest(), timeout=3).groups]
             check("control plane", True, f"{address} answers, {len(groups)} group(s)")
             if group:
+                about = f"group {group}"
                 request = fleet_pb2.ListReplicasRequest(group=group, transports=True)
-                for r in stub.ListReplicas(request, timeout=3).replicas:
+                replicas = stub.ListReplicas(request, timeout=3).replicas
+                check(about, True, f"{len(replicas)} replica(s)")
+                for r in replicas:
                     found = "routable" if r.routable else r.reason
                     check(f"replica {r.replica_id}", r.routable, found, f"weightplane status -g {group}")
                     _reach(check, r)
         except grpc.RpcError as error:
+            reason, failure = said_of(error)
+            if reason == "UNKNOWN_GROUP":
+                there = "make one by starting a replica or a trainer of it" if not groups else "name one of these"
+                check(about, False, f"no group {group!r} at {address}; it has {_named(groups)}", there)
+                return Exit.NOT_FOUND
             silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
             answers = isinstance(error, grpc.Call) and error.code() not in silent
-            said = bool(said_of(error)[0])
-            found = trouble(dial(address)) if not answers and not said else ""
-            todo = "the message says what it refuses" if answers or found else LEADS if said else START_ONE
-            check("control plane", False, f"{address}: {found or words(error)}", todo)
-            return answers
-    return True
+            found = trouble(dial(address)) if not answers and not reason else ""
+            refused = advice_on(reason, failure.message if failure is not None else "", group)
+            todo = refused or "the message says what it refuses"
+            if not answers and not found:
+                todo = LEADS if reason else START_ONE
+            check(about, False, f"{address}: {found or words(error)}", todo)
+            return Exit.REFUSED if answers else Exit.UNREACHABLE
+    return Exit.OK
+
+
+def _named(groups: list[str]) -> str:
+    """The groups that are there; of many the first."""
+    more = f" and {len(groups) - 20} more" if len(groups) > 20 else ""
+    return f"{', '.join(sorted(groups)[:20])}{more}" if groups else "none yet"
 
 
 def _reach(check: Any, r: Any) -> None:

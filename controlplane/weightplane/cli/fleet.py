@@ -14,6 +14,7 @@ from .conditions import show_conditions
 from .exits import Exit
 from .output import console, emit_json, err, message_dict, phase_name, reason_name, seconds, short_name, table
 from .reach import reached_by, transports_table
+from .waiting import told_meanwhile
 
 __all__ = ["ReplicaArgument", "print_replicas", "register"]
 
@@ -82,7 +83,7 @@ def _replica_table(replicas: list[fleet_pb2.ReplicaInfo], reached: bool = False)
             str(r.held.version),
             _liveness(r),
             short_name(fleet_pb2.AdminState.Name(r.admin), "ADMIN_STATE"),
-            "yes" if r.routable else f"no: {r.reason}",
+            _routable(r),
             ", ".join(r.pause_holders) or "-",
             *([reached_by(r)] if reached else []),
         ]
@@ -95,6 +96,19 @@ def _replica_table(replicas: list[fleet_pb2.ReplicaInfo], reached: bool = False)
             console.print(f"{r.replica_id}: {r.catch_up}", markup=False)
         if r.admin == fleet_pb2.ADMIN_STATE_QUARANTINED and r.failure.message:
             console.print(f"{r.replica_id}: {r.failure.message}", markup=False)
+
+
+def _routable(r: fleet_pb2.ReplicaInfo) -> str:
+    """One that fell silent or was stopped is routable for a while yet; that no update waits for it is told here.
+
+    What other columns tell (pinned, updating) is not told again.
+    """
+    if not r.routable:
+        heals = r.weights == update_pb2.WEIGHTS_STATE_DIRTY and "DIRTY" in r.reason
+        return f"no: {r.reason}{': publish again, a full update heals it' if heals else ''}"
+    admin = short_name(fleet_pb2.AdminState.Name(r.admin), "ADMIN_STATE")
+    told = r.may_not_join.startswith((f"it is {admin.upper()}", f"it is {_weights(r.weights).upper()}"))
+    return "yes" if told or not r.may_not_join else f"yes, but joins no update: {r.may_not_join}"
 
 
 def _liveness(r: fleet_pb2.ReplicaInfo) -> str:
@@ -174,6 +188,14 @@ def abort(
         raise typer.Exit(Exit.REFUSED)
 
 
+def _held(r: fleet_pb2.ReplicaInfo) -> bool:
+    return "operator" in r.pause_holders
+
+
+def _runs(r: fleet_pb2.ReplicaInfo) -> bool:
+    return not _held(r)
+
+
 def pause(
     group: GroupOption,
     replicas: ReplicasArgument = None,
@@ -181,7 +203,10 @@ def pause(
     address: AddressOption = DEFAULT_ADDRESS,
     as_json: JsonOption = False,
 ) -> None:
-    """Pause generation. Returns once it stands still. Resume with: weightplane resume."""
+    """Pause generation. Returns once it stands still, at most a minute; it says whom it waits for meanwhile.
+
+    Resume with: weightplane resume.
+    """
     name = f"PAUSE_MODE_{mode.upper()}"
     if name not in PauseMode.keys() or name == "PAUSE_MODE_UNSPECIFIED":  # noqa: SIM118 - an enum wrapper, not a dict
         raise typer.BadParameter(f"--mode: expected keep, wait or abort, found {mode!r}")
@@ -193,7 +218,8 @@ def pause(
             holder="operator",
             mode=PauseMode.Value(name),
         )
-        got = c.fleet.PauseGeneration(request, timeout=c.timeout)
+        with told_meanwhile(c, group, replicas or [], "generation stands still", _runs, as_json):
+            got = c.fleet.PauseGeneration(request, timeout=c.timeout)
     print_replicas(list(got.replicas), as_json)
 
 
@@ -208,7 +234,8 @@ def resume(
         request = fleet_pb2.ResumeGenerationRequest(
             request_id=request_id(), group=group, replica_ids=replicas or [], holder="operator"
         )
-        got = c.fleet.ResumeGeneration(request, timeout=c.timeout)
+        with told_meanwhile(c, group, replicas or [], "the pause is gone", _held, as_json):
+            got = c.fleet.ResumeGeneration(request, timeout=c.timeout)
     print_replicas(list(got.replicas), as_json)
 
 

@@ -40,7 +40,8 @@ def policy(
     pause: Annotated[str, _option("keep, wait or abort: requests in flight.", "--pause")] = "",
     failure: Annotated[str, _option("raise, retry or continue_stale: a failed publish.", "--on-failure")] = "",
     max_stale: Annotated[
-        int | None, _option("Failed publishes in a row that continue_stale forgives.", "--max-stale", least=0)
+        int | None,
+        _option("Failed publishes in a row that continue_stale forgives: 1 or more.", "--max-stale", least=0),
     ] = None,
     verify: Annotated[str, _option("off, sampled or full: how much is hashed.", "--verify")] = "",
     timeout: Annotated[
@@ -79,6 +80,8 @@ def policy(
         for name, number in (*numbers.items(), ("update_timeout_ms", milliseconds)):
             if number is not None:
                 setattr(wanted, name, number)
+        if changes:
+            _bounded(wanted)
         if at_least is not None:
             wanted.commit.at_least = at_least
             if not at_least:
@@ -117,6 +120,15 @@ def _change(
         return c.fleet.UpdateGroup(update, timeout=c.timeout).group
     create = fleet_pb2.CreateGroupRequest(request_id=request_id(), group=group, policy=wanted)
     return c.fleet.CreateGroup(create, timeout=c.timeout).group
+
+
+def _bounded(wanted: fleet_pb2.GroupPolicy) -> None:
+    """Whoever asks that failures be forgiven says how many: with none forgiven each is raised all the same."""
+    if wanted.failure == fleet_pb2.FAILURE_POLICY_CONTINUE_STALE and not wanted.max_stale_versions:
+        raise typer.BadParameter(
+            "--on-failure continue_stale: expected with it a --max-stale of at least 1, the failed publishes in a row "
+            "that are forgiven; found 0, which would be --on-failure raise"
+        )
 
 
 def _declare(wanted: fleet_pb2.GroupPolicy, pairs: list[str]) -> None:

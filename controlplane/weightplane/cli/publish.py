@@ -29,6 +29,7 @@ from .refusals import Told, check_transport, how_to_convert
 __all__ = ["register"]
 
 _SAY_S = 2.0  # what is waited for is said after so long
+_AGAIN_S = 1.0  # seconds between two looks at who is within reach: each binds anew
 _LATE_S = 0.5  # by which the lapse of a lease may be noticed late
 
 
@@ -82,8 +83,7 @@ def publish(
             if not as_json:
                 err.print(f"waiting up to {wait:g} s for {replicas} replica(s) of group {group}", markup=False)
             end = time.monotonic() + wait
-            _wait(publisher, replicas, wait, as_json)
-            _hold(publisher, end, as_json)
+            _gather(publisher, told, replicas, end, as_json)
             handle = publisher.publish_async(step)
             receipt = _watched(handle, address, group, as_json)
     except KeyboardInterrupt:
@@ -102,16 +102,38 @@ def publish(
         _show(receipt, as_json)
 
 
-def _wait(publisher: Any, replicas: int, seconds_: float, as_json: bool) -> None:
-    """Wait for the replicas, and say meanwhile what stands in their way (another publish, say)."""
+def _gather(publisher: Any, told: Told, replicas: int, end: float, as_json: bool) -> None:
+    """Wait until transports reach ``replicas`` that may take part, and take the hold. Ends the command, before anything
+    is opened, where there are fewer by ``end``; of one alone the publish itself says why it is out of reach."""
+    said = False
+    while True:
+        ready = _wait(publisher, replicas, end - time.monotonic(), as_json)
+        _hold(publisher, end, as_json)
+        out = publisher.out_of_reach()
+        found = [r for r in ready if r not in out]
+        if len(found) >= replicas:
+            return
+        if time.monotonic() + _AGAIN_S >= end:
+            if replicas == 1:
+                return
+            told.out_of_reach(replicas, found, out)
+        if not said and not as_json:
+            said = True
+            others = "; ".join(f"{r}: {why}" for r, why in sorted(out.items()))
+            err.print(f"still waiting: no transport reaches {others}", markup=False, soft_wrap=True)
+        time.sleep(_AGAIN_S)  # who is out of reach may be joined by who is not, or be taken in as it takes part
+
+
+def _wait(publisher: Any, replicas: int, seconds_: float, as_json: bool) -> tuple[str, ...]:
+    """Wait for the replicas, and say meanwhile what stands in their way (another publish, say); those that came."""
     from weightplane.trainer_agent.errors import CoordinatorUnreachable
 
     end, said = time.monotonic() + seconds_, ""
     while True:
         left = end - time.monotonic()
         try:
-            publisher.wait_for_replicas(replicas, timeout=max(0.0, min(_SAY_S, left)))
-            return
+            found: tuple[str, ...] = publisher.wait_for_replicas(replicas, timeout=max(0.0, min(_SAY_S, left)))
+            return found
         except (TimeoutError, CoordinatorUnreachable) as error:
             if left <= _SAY_S:
                 raise

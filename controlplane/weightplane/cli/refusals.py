@@ -10,11 +10,13 @@ import typer
 
 from weightplane.controlplane.core.reasons import Reason
 
-from .client import LEADS, START_ONE
+from .client import LEADS, START_ONE, advice_on
 from .exits import Exit
 from .output import complain
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from weightplane.trainer_agent.errors import PublishError
 
 __all__ = ["Told", "check_transport", "how_to_convert", "next_for_replicas"]
@@ -64,12 +66,20 @@ class Told:
 
     def __init__(self, address: str, group: str, timeout: float, as_json: bool) -> None:
         self._address, self._group, self._timeout, self._as_json = address, group, timeout, as_json
+        self._doctor = f"weightplane doctor -g {group} names what stands against each transport"
 
     def too_few(self, text: str) -> NoReturn:
         """The replicas that were waited for did not come."""
         more = "start replicas of that group (weightplane inference-agent), or give them more time with --wait"
         todo = next_for_replicas(text, self._group) or more
         complain(text, Reason.NOT_ENOUGH_REPLICAS, Exit.REFUSED, self._as_json, todo)
+
+    def out_of_reach(self, expected: int, found: Sequence[str], out: Mapping[str, str]) -> NoReturn:
+        """Transports reach ``found``, too few replicas; ``out``: the others, each with the reason."""
+        others = "".join(f"; {r}: {why}" for r, why in sorted(out.items()))
+        seen = f"found {len(found)} ({', '.join(found) or 'none'}){others}"
+        text = f"group {self._group!r}: expected {expected} replica(s), {seen}"
+        complain(text, Reason.NOT_ENOUGH_REPLICAS, Exit.REFUSED, self._as_json, self._doctor)
 
     def failed(self, error: PublishError) -> NoReturn:
         """The publish was refused or failed."""
@@ -92,11 +102,11 @@ class Told:
             Reason.NOT_ENOUGH_REPLICAS: next_for_replicas(str(error), group)
             or f"weightplane status -g {group} says why each may not take part",
             Reason.MANIFEST_MISMATCH: "publish tensors of the names, shapes and dtypes that the engine has",
-            Reason.NO_TRANSPORT: f"weightplane doctor -g {group} names what stands against each transport",
+            Reason.NO_TRANSPORT: self._doctor,
             Reason.DEADLINE: f"give it more time (--timeout, now {self._timeout:g} s), or weightplane watch -g {group} "
             "to see who is slow",
             Reason.UNAUTHENTICATED: "give a token with WEIGHTPLANE_TOKEN, or a certificate with WEIGHTPLANE_CERT, _KEY",
-            Reason.PERMISSION_DENIED: "use a token or a certificate with the role of a trainer",
+            Reason.PERMISSION_DENIED: advice_on(reason, str(error), group),
             Reason.INVALID_ARGUMENT: "weightplane publish --help",
         }.get(reason, "")
         return todo or f"weightplane status -g {group} and weightplane updates -g {group} show the fleet as it is"

@@ -10,6 +10,7 @@ from weightplane.v1 import fleet_pb2
 
 from .client import DEFAULT_ADDRESS, AddressOption, GroupOption, JsonOption, connect, request_id
 from .fleet import ReplicaArgument, print_replicas
+from .waiting import told_meanwhile
 
 __all__ = ["register"]
 
@@ -27,7 +28,8 @@ def sleep(
     """Free a replica's device memory. It takes no updates until its weights are awake: weightplane wake."""
     with connect(address, timeout=_MOST_S, as_json=as_json, group=group, changes=True) as c:
         request = fleet_pb2.SleepReplicaRequest(request_id=request_id(), group=group, replica_id=replica, level=level)
-        got = c.fleet.SleepReplica(request, timeout=c.timeout)
+        with told_meanwhile(c, group, [replica], "its memory is free", lambda _: True, as_json):
+            got = c.fleet.SleepReplica(request, timeout=c.timeout)
     print_replicas([got.replica], as_json)
 
 
@@ -43,7 +45,8 @@ def wake(
         request = fleet_pb2.WakeReplicaRequest(
             request_id=request_id(), group=group, replica_id=replica, tags=tags or []
         )
-        got = c.fleet.WakeReplica(request, timeout=c.timeout)
+        with told_meanwhile(c, group, [replica], "it is awake", lambda _: True, as_json):
+            got = c.fleet.WakeReplica(request, timeout=c.timeout)
     print_replicas([got.replica], as_json)
 
 

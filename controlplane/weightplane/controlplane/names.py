@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["NAME_RULE", "check_labels", "check_text", "is_name"]
+__all__ = ["CONFINED", "NAME_RULE", "check_labels", "check_text", "is_name"]
 
 NAME_RULE: Final = "1 to 128 letters, digits, '.', '_', '-', '/', beginning with a letter or digit"
+#: How a refusal says that the caller is for other groups, whatever its roles: commands know by it what to advise.
+CONFINED: Final = "is confined to group"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 

@@ -31,8 +31,9 @@ from .faults import Refusal, failure_of
 from .keeping import Keeping, live_pieces
 from .pauses import Pauses
 from .placing import Placing
-from .receipts import Ledger, RegionMemory, Sink, WorkerPlan, receipt_pages
+from .receipts import Ledger, RegionMemory, receipt_pages
 from .rpc import Abandoned, AgentCalls, CallFailed
+from .shares import Shares
 from .threads import WorkThread, detached
 from .transfer import Channels, LocalWorker, Transfer, Worker
 
@@ -72,7 +73,7 @@ class Operations:
         self._transfer: Transfer | None = None
         self._epoch = 0
         each = len(self.members)  # every worker may have a plan of its own
-        self._plans, self._shares = Newest(_KEPT * each), Newest(2 * _KEPT * each)
+        self._plans, self._shares = Newest(_KEPT * each), Shares(2 * _KEPT * each)
         self._live = Newest(_KEPT * each)
         self._placing = Placing(engine, calls, replica_id, incarnation, self.members, self._moved)
         self._pauses = Pauses(engine, replica_id, emit, self._pause_failed)
@@ -316,7 +317,6 @@ class Operations:
                 raise Refusal(Failure(Reason.INTERNAL, text, self._replica_id))
             plan = self._plan(t, manifest, desired.plan_id)
             kinds = self._channels.device_kinds(channel.transport)
-            key = (plan.id, member, t.want.mode, t.layout, kinds)
             reception = Reception(
                 t.update_id, self._group, member, self._data[w], channel, plan, manifest, t.want.verify, as_they_come
             )
@@ -324,10 +324,8 @@ class Operations:
             if elsewhere is not None:
                 t.add(elsewhere)
                 continue
-            if key not in self._shares:
-                fresh = WorkerPlan(plan, manifest, member)
-                self._shares.keep(key, (fresh, Sink(fresh, self._engine.targets(w), kinds)))
-            share, sink = self._shares[key]
+            targets = partial(self._engine.targets, w)
+            share, sink = self._shares.get(plan, manifest, member, kinds, (t.want.mode, t.layout), targets)
             opened = self._data[w].submit(partial(self._channels.get, channel, member)).result()
             untouched = t.in_place and not as_they_come and not self._engine.post_processes
             ledger = Ledger(share, t.update_id, t.want.verify, as_they_come, sink, untouched=untouched)
@@ -399,7 +397,7 @@ class Operations:
         for i, w in enumerate(t.workers):
             if not isinstance(w, LocalWorker):
                 continue  # its own process read back, or the engine would not say LIVE
-            key = (w.share.plan.id, w.member, t.layout)
+            key = (w.share.reception, w.member, t.layout)
             if key not in self._live:
                 self._live.keep(key, RegionMemory(w.share, self._engine.live(i)))
             w.ledger.read_back(self._live[key])

@@ -5,6 +5,7 @@ One ``Ledger`` per worker and update, used by one thread at a time.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,15 @@ class WorkerPlan:
         for i in range(len(self.manifest)):
             out.setdefault(self.manifest.root(i), []).append(i)
         return out
+
+    @cached_property
+    def reception(self) -> str:
+        """What of the plan says where its bytes go. Equal in plans that differ in who else receives, or who sends: what
+        was made of one share, and asks for regions and buckets by their index, serves the other."""
+        regions = [(i, r.tensor, r.piece_box, r.box, r.nbytes) for i in self.regions for r in (self.plan.regions[i],)]
+        buckets = [(b.index, [(s.region, s.offset, s.nbytes) for s in b.segments]) for b in self.buckets]
+        text = repr((self.plan.manifest_id, regions, buckets))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def name(self, region: int) -> str:
         """The tensor that a region is of."""

@@ -87,6 +87,11 @@ class _Trouble:
             log.info("%s: the control stream to %s is down (%s); %s", self._who, self._address, text, again)
 
 
+def _most(ttl_s: float) -> float:
+    """The longest to wait before dialling again: a coordinator that restarted waits two TTL for whom it knew."""
+    return min(_BACKOFF_S[1], max(_BACKOFF_S[0], ttl_s / 4))
+
+
 class ControlSession:
     """One member's control stream. The callbacks run on the session's thread and must not block."""
 
@@ -105,6 +110,7 @@ class ControlSession:
         self._hello = hello
         self._on_welcome, self._on_desired, self._on_superseded = on_welcome, on_desired, on_superseded
         self._changed = threading.Condition()
+        self._most_s = _BACKOFF_S[1]
         self._report: Report | None = None
         self._receipts: Sequence[update_pb2.Receipt] = ()
         self._unsent = False
@@ -174,7 +180,7 @@ class ControlSession:
                 self._on_superseded(self.error)
                 return
             self.status = SessionStatus.CONNECTING
-            backoff = _BACKOFF_S[0] if welcomed else min(_BACKOFF_S[1], backoff * 2)
+            backoff = _BACKOFF_S[0] if welcomed else min(self._most_s, backoff * 2)
             if welcomed:
                 self._trouble.over()
             self._trouble.say(error.code() if error is not None else None, self.error, reason)
@@ -201,6 +207,7 @@ class ControlSession:
                 kind = response.WhichOneof("message")
                 if kind == "welcome":
                     welcomed, self.status, self.error = True, SessionStatus.LIVE, ""
+                    self._most_s = _most(response.welcome.ttl_ms / 1000)
                     self._on_welcome(response.welcome)
                 elif kind == "replica":
                     with self._changed:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
-__all__ = ["WorkThread", "answer", "detached"]
+__all__ = ["WorkThread", "answer", "awaited", "detached"]
 
 T = TypeVar("T")
+
+_NOTICED_S = 0.25
 
 
 class WorkThread:
@@ -49,6 +51,17 @@ def answer(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(result)
     finally:
         del future, work  # an error holds the frames that it passed, and is held by the future: it would hold itself
+
+
+def awaited(future: Future[T]) -> T:
+    """``future.result()``, for a main thread that Ctrl-C is to end.
+
+    A signal that comes after Python last looked for one, and before the wait in the kernel begins, does not wake that
+    wait: it is noted, and acted upon only once Python runs again. So it runs again now and then.
+    """
+    while not future.done():
+        wait((future,), _NOTICED_S)
+    return future.result()
 
 
 def detached(name: str, work: Callable[[], None]) -> None:

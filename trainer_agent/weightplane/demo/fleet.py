@@ -13,6 +13,7 @@ from torch import nn
 
 from weightplane.demo.loop import RolloutRequest
 from weightplane.demo.sampling import Completion
+from weightplane.inference_agent.threads import awaited
 from weightplane.trainer_agent.publisher import Publisher
 from weightplane.trainer_agent.receipt import PublishReceipt
 
@@ -40,7 +41,7 @@ class HttpFleet:
         """See ``loop.Fleet``: request i goes to replica i modulo their number."""
         names = list(self._addresses)
         jobs = [self._pool.submit(self._ask, names[i % len(names)], r) for i, r in enumerate(requests)]
-        return [job.result() for job in jobs]
+        return [awaited(job) for job in jobs]
 
     def publish(self, model: nn.Module, step: int) -> None:
         """See ``loop.Fleet``. The publisher's source reads ``model`` itself."""

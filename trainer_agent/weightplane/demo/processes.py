@@ -104,7 +104,7 @@ class Processes:
         """Options of a child: say when it is ready, and never outlive this process."""
         return ["--announce", str(self.path / f"{name}.json"), "--exit-with", str(os.getpid())]
 
-    def _announced(self, name: str, timeout: float = 60.0) -> dict[str, Any]:
+    def _announced(self, name: str, timeout: float = 120.0) -> dict[str, Any]:
         """What the process said about itself once it was ready."""
         end = time.monotonic() + timeout
         path = self.path / f"{name}.json"
@@ -113,7 +113,8 @@ class Processes:
                 if process.poll() is not None:
                     raise ProcessFailed(f"{other} ended with status {process.returncode}:\n{self.log(other)}")
             if time.monotonic() > end:
-                raise ProcessFailed(f"{name} was not ready within {timeout:.0f} s:\n{self.log(name)}")
+                said = self.log(name).strip() or "it printed nothing; is the machine busy?"
+                raise ProcessFailed(f"{name} was not ready within {timeout:.0f} s:\n{said}")
             time.sleep(0.02)
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return facts

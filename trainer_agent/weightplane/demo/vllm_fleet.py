@@ -17,6 +17,7 @@ from weightplane.demo.grpo import token_logprobs
 from weightplane.demo.loop import RolloutRequest
 from weightplane.demo.sampling import Completion
 from weightplane.inference_agent.engines.vllm.rollouts import RolloutError, Rollouts, VllmOutput
+from weightplane.inference_agent.threads import awaited
 from weightplane.parity.batch import BatchParity, batch_parity
 from weightplane.trainer_agent.publisher import Publisher
 from weightplane.trainer_agent.receipt import PublishReceipt
@@ -83,7 +84,7 @@ class VllmFleet:
             groups = [(prompt, len(list(same))) for prompt, same in groupby(request.prompts)]
             name = names[i % len(names)]
             jobs.append([self._pool.submit(self._ask, name, request, p, n, g) for g, (p, n) in enumerate(groups)])
-        answers = [[done for job in of_request for done in job.result()] for of_request in jobs]
+        answers = [[done for job in of_request for done in awaited(job)] for of_request in jobs]
         if self._policy is not None:
             self.batches.append(self._parity(self._policy, requests, answers))
         return [[Completion(o.tokens, o.logprobs, [], o.finish == "length") for o in outs] for outs in answers]

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from weightplane.inference_agent.threads import answer, detached
+from weightplane.inference_agent.threads import answer, awaited, detached
 
 __all__ = ["together"]
 
@@ -39,7 +39,7 @@ def together(work: Callable[[A], B], items: Sequence[A], most: int, name: str) -
     for n in range(min(most, len(items))):
         detached(f"{name}-{n}", run)
     try:
-        return [f.result() for f in futures]
+        return [awaited(f) for f in futures]
     finally:
         for f in futures:
             f.cancel()

@@ -189,6 +189,16 @@ class Publisher:
         self._check()
         return self._hold.questions.wait_for_replicas(count, time.monotonic() + timeout, self._hold.check)
 
+    def out_of_reach(self) -> dict[str, str]:
+        """The replicas that no transport reached when the publisher was bound last (``init`` binds again), each with
+        the reasons: they take no part in updates, and are ``absent`` in receipts. Any thread."""
+        out: dict[str, str] = {}
+        for c in self._hold.choices:
+            if not c.transport:
+                why = ", ".join((c.reason, *(f"{r.transport}: {r.reason}" for r in c.refusals)))
+                out[c.replica_id] = max(out.get(c.replica_id, ""), why, key=len)  # of its workers, the one with causes
+        return out
+
     # --- publish ---
 
     def publish(self, step: int, **overrides: Any) -> PublishReceipt:

@@ -176,11 +176,12 @@ def _entry(path: Path, name: str, entry: Any, body: int) -> tuple[str, tuple[int
     if kind not in DTYPES:
         raise SourceError(f"{path}: tensor {name!r} has dtype {kind!r}; known: {sorted(DTYPES)}")
     dtype = DTYPES[kind]
-    expected = prod(shape) * DTYPE_BYTES[dtype] if sane else -1
-    if not sane or stop - start != expected:
+    if not sane or stop - start != prod(shape) * DTYPE_BYTES[dtype]:
+        whole = all(type(n) is int and n >= 0 for n in shape)
+        expected = f"{prod(shape) * DTYPE_BYTES[dtype]} bytes" if whole else "whole numbers from 0, and bytes"
         raise SourceError(
             f"{path}: tensor {name!r} of {kind} {list(shape)} lies at bytes {start}..{stop} of {body}: "
-            f"expected {expected} bytes inside the file"
+            f"expected {expected} inside the file"
         )
     return dtype, shape, start, stop
 

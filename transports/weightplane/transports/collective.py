@@ -56,6 +56,8 @@ _DRAIN_S: Final = 0.7  # seconds that a call waits for the device to be idle aft
 _CLOSE_S: Final = 4.0  # the same for ``close``
 _SPIN_S, _SHORT_S, _LONG_S = 0.1, 50e-6, 0.001  # looking: how long often, and how often then and later
 _ASK_S: Final = 0.05  # seconds between two questions whether the library noticed something
+#: Members take the one deadline each from its own arming: who gets there first leaves, and ends the others' connecting.
+_SKEW_S: Final = 0.25
 
 _abandoned: list[Any] = []  # what a device that could not be stopped may still touch: never freed
 
@@ -200,6 +202,8 @@ class CollectiveChannel:
         if error is None:
             return
         self._check(bucket)  # what ended it, if that is known here
+        if time.monotonic() >= self._deadline - _SKEW_S:
+            raise self._late("to connect", bucket, self._others, f" ({error})")
         self._fail(f"could not connect: {error}")
         if isinstance(error, TransportError):
             raise error
@@ -274,8 +278,8 @@ class CollectiveChannel:
                 self._ask(bucket, peers)
             self._wake.wait(_SHORT_S if now - start < _SPIN_S else _LONG_S)
 
-    def _late(self, what: str, bucket: int, peers: Sequence[str]) -> ChannelTimeout:
-        text = f"{self.member!r} waited {what} in bucket {bucket} until the deadline; it needs {', '.join(peers)}"
+    def _late(self, what: str, bucket: int, peers: Sequence[str], more: str = "") -> ChannelTimeout:
+        text = f"{self.member!r} waited {what} in bucket {bucket} until the deadline{more}; it needs {', '.join(peers)}"
         self._fail(text)
         return ChannelTimeout(text, peers=peers, bucket=bucket)
 

@@ -404,7 +404,10 @@ class PushTrainers:
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Make the plan of one channel; answer with ``PlanMade``. Placement ids are in member order."""
+    """Make the plan of one channel; answer with ``PlanMade``. Placement ids are in member order.
+
+    ``update_id`` empty: nobody waits for the answer; whoever asks for the same later should find it made.
+    """
 
     update_id: str
     channel_id: str

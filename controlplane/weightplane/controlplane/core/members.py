@@ -10,6 +10,7 @@ from .evolve import replace
 from .group_state import GroupState
 from .model import NONE_HELD, Held, Replica
 from .persistent import PersistentMap
+from .planning import plan_ahead
 from .reasons import Failure, Reason
 from .states import Admin, Liveness, PauseMode, Phase, Process, Stage, Weights
 from .trainers import rank_beat
@@ -247,6 +248,7 @@ def worker_placement(tx: Tx, e: WorkerPlacement) -> None:
     keep = dict(list(r.placements.items())[-15:])
     tx.put_replica(replace(r, placements={**keep, e.manifest_id: mine}))
     tx.quietly(f"worker {e.worker} of {e.replica_id} placed {e.manifest_id}")
+    plan_ahead(tx)
 
 
 def report(tx: Tx, e: Report) -> None:

@@ -28,6 +28,7 @@ PREFERENCE = ("cuda_ipc", "nccl", "ucx", "shm", "grpc")
 #: The same where neither side uses a GPU: one send of ``shm`` serves every receiver, and it needs no library.
 PREFERENCE_ON_CPU = ("shm", "ucx", "grpc", "cuda_ipc", "nccl")
 _SAME_HOST = frozenset({"cuda_ipc", "shm"})
+_LOOPBACK = "is offered to its own host only (a data port on loopback: set WEIGHTPLANE_DATA_BIND at the replica)"
 #: Bytes of a bucket where the trainer asks for none. Each costs every member about 0.1 ms of Python; with the larger
 #: ones that passes while bytes move.
 _BUCKET = 16 << 20
@@ -127,7 +128,8 @@ def _refusal(name: str, senders: _Senders, worker: Worker, taken: Taken) -> str:
         hosts = senders.hosts | {worker.host_id}
         if len(hosts) > 1 or "" in hosts:
             more = f" and {len(hosts) - 5} more" if len(hosts) > 5 else ""
-            return f"needs one host, and the members are on {sorted(hosts)[:5]}{more}"
+            what = "needs one host" if name in _SAME_HOST else _LOOPBACK
+            return f"{what}, and the members are on {sorted(hosts)[:5]}{more}"
     return _devices(name, senders, worker, offer, taken)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import ending, holders, members, negotiate, trainers
-from .events import MakePlan, PlanMade, StartUpdate
+from . import ending, holders, members, negotiate, planning, trainers
+from .events import PlanMade, StartUpdate
 from .evolve import replace
-from .model import Channel, Replica, Trainer, Waiter
+from .model import Replica, Trainer, Waiter
 from .persistent import PersistentMap
 from .reasons import Failure, Reason
 from .states import CachePolicy, Mode, PauseMode, Phase, Stage, Verify, Weights
@@ -296,20 +296,9 @@ def maybe_plan(tx: Tx, u: Update) -> None:
     tx.put_update(replace(u, planning=True))
     for c in t.channels:
         if c.channel_id in u.channels:
-            tx.effects.append(_make_plan(tx, u, t, c))
+            taking = {p.replica_id for p in u.active() if c.channel_id in p.channels}
+            tx.effects.append(planning.asked(tx, t, c, u.options.manifest_id, taking, u.update_id))
     tx.say(f"every participant of {u.update_id} joined; plans are made", u.update_id)
-
-
-def _make_plan(tx: Tx, u: Update, t: Trainer, c: Channel) -> MakePlan:
-    mid = u.options.manifest_id
-    taking = {p.replica_id for p in u.active() if c.channel_id in p.channels}
-    receivers: list[tuple[str, str]] = []
-    for member in c.receivers:
-        rid, _, worker = member.rpartition("/")
-        if rid in taking:
-            receivers.append((member, tx.state.replicas[rid].placements.get(mid, {}).get(int(worker), "")))
-    senders = tuple((f"rank/{r}", t.placements[mid][r]) for r in sorted(t.placements[mid]))
-    return MakePlan(u.update_id, c.channel_id, mid, senders, tuple(receivers), c.bucket_bytes)
 
 
 def plan_made(tx: Tx, e: PlanMade) -> None:

@@ -6,6 +6,7 @@ from . import negotiate
 from .events import CloseTransfer, InitTransfer, RankGone, RankHello, RankPlacement
 from .evolve import replace
 from .model import Rank, Trainer, Waiter
+from .planning import plan_ahead
 from .reasons import Failure, Reason
 from .states import Liveness, Phase, Process
 from .tx import Tx
@@ -183,6 +184,7 @@ def maybe_bind(tx: Tx) -> None:
     whole = len(ready) - len(lost)
     tx.say(f"generation {t.generation} bound {len(channels)} channel(s) to {whole} replica(s){without}")
     tx.push_trainers()
+    plan_ahead(tx)
 
 
 def rank_hello(tx: Tx, e: RankHello) -> None:

@@ -411,6 +411,8 @@ def policy(m: fleet_pb2.GroupPolicy) -> Policy:
     between("policy.update_timeout_ms", m.update_timeout_ms, 0, _DAY_MS)
     cache, pause = CACHE.core("policy.cache", m.cache), PAUSE.core("policy.pause", m.pause)
     verify = VERIFY.core("policy.verify", m.verify)
+    if m.failure == fleet_pb2.FAILURE_POLICY_CONTINUE_STALE and not m.max_stale_versions:  # none forgiven: it is RAISE
+        invalid("policy.max_stale_versions", "at least 1 with FAILURE_POLICY_CONTINUE_STALE", 0)
     return Policy(
         min_replicas=m.min_replicas or default.min_replicas,
         at_least=_at_least("policy.commit", m.commit),

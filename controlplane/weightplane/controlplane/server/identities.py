@@ -14,7 +14,7 @@ from enum import StrEnum
 from urllib.parse import unquote
 
 from weightplane.controlplane.core.reasons import Failure, Reason
-from weightplane.controlplane.names import NAME_RULE, is_name
+from weightplane.controlplane.names import CONFINED, NAME_RULE, is_name
 
 from .errors import Refused
 
@@ -57,7 +57,7 @@ class Identity:
         """Refuse a group that is not this identity's; whether there is one of that name is not told."""
         if not self.may_see(group):
             mine = ", ".join(sorted(self.groups or ())[:8])
-            text = f"{what}: {self.name} is confined to group {mine}, found {group[:128]!r}"
+            text = f"{what}: {self.name} {CONFINED} {mine}, found {group[:128]!r}"
             raise Refused(Failure(Reason.PERMISSION_DENIED, text))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,18 @@ from vllm.distributed.weight_transfer.base import (
 from . import compat
 from .session import WorkerSession
 from .sleeping import listen, sleep_refusal
+from .together import Step, stand_in
 from .wire import PROTOCOL, Hello
 
 __all__ = ["InitInfo", "UpdateInfo", "WeightplaneTransferEngine"]
 
 log = logging.getLogger("weightplane.vllm")
 
+#: What vLLM calls of a worker for an update, besides the attaching.
+_CALLS = (
+    "shutdown_weight_transfer_engine",
+    *("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
+)
 _LEAVES_S = 1.0  # that an agent which just ended has until its session is over here
 
 
@@ -72,6 +79,8 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         self._parallel = found.parallel_config
         self._session: WorkerSession | None = None
         self._refusal = ""
+        if (of := compat.worker_class(self._parallel)) is not None:
+            _stand_in(of)
         version = str(vllm.__version__)
         if text := compat.note(version):
             log.warning("weightplane: %s", text)
@@ -88,27 +97,30 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             refusals=compat.refusals(self.vllm_config, self.device.type),
         )
         self.worker.attended = lambda: self._session is not None and not self._session.over
-        if (of := compat.worker_class(self._parallel)) is not None:
-            listen(of, _witness)
 
     def _target(self) -> tuple[torch.nn.Module, Any]:
         if self.model is None:
             raise RuntimeError(f"vLLM {vllm.__version__} has not handed its model over yet")
         return self.model, self.model_config
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Attach to an agent; an earlier session of its own is let go. Raises if it cannot be reached, or if another
-        agent speaks for this worker and lives: the caller is told."""
+    def may_attach(self, init_info: InitInfo) -> None:
+        """Raises if this vLLM takes no agent, or if another one speaks for this worker and lives. Changes nothing."""
         if not init_info.socket:
             raise ValueError("init_info.socket is needed: weightplane inference-agent --engine vllm sends it")
         if self._refusal:
             raise RuntimeError(self._refusal)
+        had = self._session
+        if had is not None and had.path != init_info.socket and not had.ends_within(_LEAVES_S):
+            raise RuntimeError(
+                f"weightplane: another agent speaks for this vLLM already (its socket is {had.path}): "
+                "one vLLM is one replica; stop that agent first, or name another vLLM (--engine-option url=…)"
+            )
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Attach to an agent; an earlier session of its own is let go. Raises if it cannot be reached, or as
+        ``may_attach`` does: the caller is told."""
+        self.may_attach(init_info)
         if self._session is not None:
-            if self._session.path != init_info.socket and not self._session.ends_within(_LEAVES_S):
-                raise RuntimeError(
-                    f"weightplane: another agent speaks for this vLLM already (its socket is {self._session.path}): "
-                    "one vLLM is one replica; stop that agent first, or name another vLLM (--engine-option url=…)"
-                )
             self._session.stop()
         self.worker.limit_host(init_info.max_host_bytes or None)
         self.worker.declare_frozen(init_info.frozen_draft)
@@ -176,6 +188,24 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
     def trainer_send_weights(*_: Any, **__: Any) -> None:
         """Not ours: some releases of vLLM demand it of an engine."""
         raise NotImplementedError("weightplane's trainers publish: weightplane.trainer_agent.Publisher")
+
+
+def _stand_in(worker_class: type) -> None:
+    """See ``together`` and ``sleeping``. vLLM's own refusals are among them: of an update begun twice, or never."""
+
+    def call_it(_: Any, call: Step, *__: Any, **___: Any) -> Sequence[Step]:
+        return (call,)
+
+    def attach(vllm_worker: Any, call: Step, init_info: dict[str, Any]) -> Sequence[Step]:
+        engine = getattr(vllm_worker, "weight_transfer_engine", None)
+        if not isinstance(engine, WeightplaneTransferEngine):
+            return (call,)
+        return (lambda: engine.may_attach(engine.parse_init_info(init_info)), call)
+
+    stand_in(worker_class, "init_weight_transfer_engine", attach)
+    for name in _CALLS:
+        stand_in(worker_class, name, call_it)
+    listen(worker_class, _witness)
 
 
 def _witness(vllm_worker: Any) -> Any:

@@ -21,7 +21,8 @@ from weightplane.controlplane.core.states import Verify
 from weightplane.inference_agent.caches import Newest
 from weightplane.inference_agent.engines.arena import Arena, available_bytes, staging_room
 from weightplane.inference_agent.engines.base import EngineError, LocalTensors
-from weightplane.inference_agent.receipts import Ledger, RegionMemory, Sink, WorkerPlan
+from weightplane.inference_agent.receipts import Ledger, RegionMemory, WorkerPlan
+from weightplane.inference_agent.shares import Shares
 from weightplane.inference_agent.transfer import Channels, LocalWorker, Worker
 from weightplane.transports.base import ReceiveChannel, Transport
 from weightplane.transports.dtypes import dtype_of
@@ -67,7 +68,7 @@ class Opening(Holder):
     ) -> None:
         super().__init__(model, device, quantized=quantized)
         self._most_host: int | None = None
-        self._shares, self._live = Newest(2 * KEPT), Newest(2 * KEPT)
+        self._shares, self._live = Shares(2 * KEPT), Newest(2 * KEPT)
         self._slot: tuple[str, Arena, LocalTensors] | None = None
         self._channels: dict[str, Channels] = {}
         self._transports: Mapping[str, Transport] = {}  # those that worked here when an agent asked last
@@ -211,17 +212,16 @@ class Opening(Holder):
     ) -> Worker:
         """Into the slot, or (in place) into live memory."""
         in_place = u.stream is not None
-        key = (plan.id, member, kinds, u.direct if in_place else None)
-        if key not in self._shares:
-            fresh = WorkerPlan(plan, u.manifest, member)
+
+        def targets() -> LocalTensors:
             if in_place:
                 assert u.direct is not None
-                targets = u.direct.live
-            else:
-                assert self._slot is not None
-                targets = self._slot[2]
-            self._shares.keep(key, (fresh, Sink(fresh, targets, kinds)))
-        share, sink = self._shares[key]
+                return u.direct.live
+            assert self._slot is not None
+            return self._slot[2]
+
+        where = u.direct if in_place else None
+        share, sink = self._shares.get(plan, u.manifest, member, kinds, where, targets)
         ledger = Ledger(share, u.update_id, u.verify, early, sink, untouched=in_place)
         at, base = channel.channel_id, opened.bytes_landed
         if not in_place:
@@ -269,7 +269,7 @@ class Opening(Holder):
         r.ledger.read_back(self._regions(r.share, found))
 
     def _regions(self, share: WorkerPlan, found: DirectMap) -> RegionMemory:
-        key = (share.plan.id, share.member)
+        key = (share.reception, share.member)
         known = self._live.get(key)
         if known is None or known[0] is not found:
             known = (found, RegionMemory(share, found.live))

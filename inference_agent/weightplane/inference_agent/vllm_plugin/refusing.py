@@ -48,11 +48,14 @@ class RefusingReplica(WorkerReplica):
 
     # --- sleep, whoever orders it: see ``sleeping.Witness``
 
-    def falls_asleep(self, level: int) -> None:
-        """Refused while bytes come into live memory. From here on dropped weights are nobody's."""
+    def may_sleep(self, level: int) -> None:
+        """Refused while bytes come into live memory."""
         u = self._update
         if u is not None and (u.stream is not None or getattr(u, "before", None) is not None):
             raise RuntimeError(f"weightplane: update {u.update_id} comes in place: sleep when it is over")
+
+    def falls_asleep(self, level: int) -> None:
+        """From here on dropped weights are nobody's."""
         if level == 2:
             self._spoil(DROPPED)
         self._tell(asleep=SLEEP_TAGS)

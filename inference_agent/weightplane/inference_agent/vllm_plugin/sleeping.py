@@ -6,10 +6,11 @@ listen, by standing in for their class's ``sleep``, ``wake_up`` and ``discard``,
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
+
+from .together import Step, stand_in
 
 __all__ = ["Witness", "listen", "sleep_refusal"]
 
@@ -27,13 +28,17 @@ def sleep_refusal(vllm_config: Any, device: str) -> str:
 
 
 class Witness(Protocol):
-    """Who is told, on the worker's main thread. The first two before it is so, and may raise: then it is not so."""
+    """Who is told, on the worker's main thread. ``may_sleep`` and ``wakes_up`` may raise, and do nothing else: then it
+    is not so, in no worker of this vLLM."""
+
+    def may_sleep(self, level: int) -> None:
+        """All of the worker's memory would be released."""
 
     def falls_asleep(self, level: int) -> None:
-        """All of the worker's memory is released."""
+        """It is about to be."""
 
     def wakes_up(self, tags: Collection[str] | None) -> None:
-        """``tags`` come back (None: all)."""
+        """``tags`` would come back (None: all)."""
 
     def woke_up(self, tags: Collection[str] | None) -> None:
         """They are back."""
@@ -50,30 +55,39 @@ def listen(worker_class: type, witness: Callable[[Any], Witness | None]) -> bool
     if not all(callable(getattr(worker_class, n, None)) for n in ("sleep", "wake_up")):
         log.warning("weightplane: %s has no sleep: what others order is not seen", worker_class.__qualname__)
         return False
-    if getattr(worker_class.sleep, "weightplane", False):  # type: ignore[attr-defined]
-        return True
 
-    def stand_in(name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
-        inner = getattr(worker_class, name)
+    def sleep(vllm_worker: Any, call: Step, level: int = 1) -> Sequence[Step]:
+        w = witness(vllm_worker)
 
-        @functools.wraps(inner)
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            told = witness(self)
-            if told is not None:
-                before(told, *args, **kwargs)
-            result = inner(self, *args, **kwargs)
-            if told is not None:
-                after(told, *args, **kwargs)
+        def done() -> Any:
+            assert w is not None
+            w.falls_asleep(level)
+            return call()
+
+        return (call,) if w is None else (lambda: w.may_sleep(level), done)
+
+    def wake_up(vllm_worker: Any, call: Step, tags: Collection[str] | None = None) -> Sequence[Step]:
+        w = witness(vllm_worker)
+
+        def done() -> Any:
+            assert w is not None
+            result = call()
+            w.woke_up(tags)
             return result
 
-        called.weightplane = True  # type: ignore[attr-defined]
-        setattr(worker_class, name, called)
+        return (call,) if w is None else (lambda: w.wakes_up(tags), done)
 
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
+    def discard(vllm_worker: Any, call: Step, tags: Collection[str]) -> Sequence[Step]:
+        w = witness(vllm_worker)
 
-    stand_in("sleep", lambda w, level=1: w.falls_asleep(level), nothing)
-    stand_in("wake_up", lambda w, tags=None: w.wakes_up(tags), lambda w, tags=None: w.woke_up(tags))
-    if callable(getattr(worker_class, "discard", None)):
-        stand_in("discard", nothing, lambda w, tags: w.discards(tags))
+        def done() -> Any:
+            assert w is not None
+            result = call()
+            w.discards(tags)
+            return result
+
+        return (call,) if w is None else (done,)
+
+    for name, steps in (("sleep", sleep), ("wake_up", wake_up), ("discard", discard)):
+        stand_in(worker_class, name, steps)
     return True

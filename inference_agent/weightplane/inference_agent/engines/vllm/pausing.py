@@ -170,8 +170,9 @@ class PauseDesk:
             self._failed.pop(holder, None)
             self._cond.notify_all()
             last = not self._holds
-            self._noted(tuple(sorted(self._holds)))
-        if last:
+            if not last:
+                self._noted(tuple(sorted(self._holds)))
+        if last:  # noted once vLLM goes on: an agent that is killed before leaves a pause that is known for its own
             done = self._calls.submit(self._resume)
             try:
                 done.result(_RESUME_S)
@@ -181,6 +182,7 @@ class PauseDesk:
     def _resume(self) -> None:
         with self._cond:
             if self._holds or self._asleep():
+                self._noted(tuple(sorted(self._holds)))
                 return
             self._owed = True
         try:
@@ -190,6 +192,7 @@ class PauseDesk:
         else:
             with self._cond:
                 self._owed = False
+                self._noted(tuple(sorted(self._holds)))
 
     def adopt(self, holder: str) -> None:
         """It stands still for ``holder`` already."""

@@ -1,0 +1,85 @@
+"""Plans that are made before an update asks for them: once all who are bound have said what they hold, no sooner."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tests.core.harness import Group
+from weightplane.controlplane.core import events
+from weightplane.controlplane.core.states import Stage
+
+
+def two_of_three() -> Group:
+    """r0 and r1 hold version 1; r2 is here by now."""
+    g = Group(replicas=3)
+    for rid in ("r0", "r1"):
+        g.hello(rid)
+        g.report(rid)
+    g.init()
+    g.publish()
+    assert g.s.open is None and g.s.committed.version == 1 and g.s.committed_manifest == "m"
+    g.hello("r2")
+    g.report("r2")
+    return g
+
+
+def bind(g: Group) -> list[events.MakePlan]:
+    """The trainer binds anew, as it does when a replica came; what is asked for with its answer."""
+    t = g.s.trainer
+    assert t is not None
+    made: list[events.MakePlan] = []
+    step = g.do
+    g.do = lambda event, answer_writes=True: _noted(made, step(event, answer_writes))  # type: ignore[method-assign]
+    g.init(generation=t.generation)
+    g.do = step  # type: ignore[method-assign]
+    return made
+
+
+def _noted(made: list[events.MakePlan], effects: list[object]) -> list[object]:
+    made += [e for e in effects if isinstance(e, events.MakePlan)]
+    return effects
+
+
+def place(g: Group, rid: str, worker: int, manifest_id: str = "m") -> list[events.MakePlan]:
+    g.do(events.WorkerPlacement(rid, g.life(rid), manifest_id, worker, f"l-{rid}-{worker}"))
+    return [e for e in g.last if isinstance(e, events.MakePlan)]
+
+
+def receivers(plan: events.MakePlan) -> set[str]:
+    return {m for m, _ in plan.receivers}
+
+
+ALL = {f"r{r}/{w}" for r in range(3) for w in range(2)}
+
+
+def test_the_plan_is_made_with_the_last_placement_and_is_the_one_that_the_update_asks_for() -> None:
+    g = two_of_three()
+    assert not bind(g), "r2 has not said what it holds"
+    assert not place(g, "r2", 0)
+    (ahead,) = place(g, "r2", 1)
+    assert not ahead.update_id and receivers(ahead) == ALL
+    g.do(events.PlanMade("", ahead.channel_id, None))
+    assert g.s.open is None, "nobody hears of it"
+    g.start("u2")
+    for rid in ("r0", "r1", "r2"):
+        g.report(rid, update_id="u2", stage=Stage.JOINED)
+    (asked,) = [e for e in g.last if isinstance(e, events.MakePlan)]
+    assert asked == dataclasses.replace(ahead, update_id="u2")
+
+
+def test_a_binding_after_the_last_placement_asks_for_it_too() -> None:
+    g = two_of_three()
+    for worker in range(2):
+        assert [receivers(p) for p in place(g, "r2", worker)] == [ALL - {"r2/0", "r2/1"}], (
+            "those bound are as they were"
+        )
+    ahead = bind(g)
+    assert ahead and all(receivers(p) == ALL and not p.update_id for p in ahead)
+
+
+def test_nothing_is_asked_for_ahead_of_another_manifest_or_in_an_update() -> None:
+    g = two_of_three()
+    bind(g)
+    assert not place(g, "r2", 0) and not place(g, "r2", 1, "another")
+    g.start("u2")
+    assert not place(g, "r2", 1)
