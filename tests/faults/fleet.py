@@ -21,7 +21,7 @@ from tests.faults.tcp import Link
 from tests.loop import Loop
 from tests.process.harness import GROUP, Fleet, Trainer, eventually
 
-__all__ = ["NAMES", "FaultFleet", "here"]
+__all__ = ["NAMES", "ON_A_CARD", "FaultFleet", "here"]
 
 NAMES = ("r0", "r1", "r2")
 WORKERS = {"r0": 1, "r1": 1, "r2": 2}

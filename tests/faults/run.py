@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.faults import judge
 from tests.faults.case import Case, Row
-from tests.faults.fleet import NAMES, FaultFleet
+from tests.faults.fleet import NAMES, ON_A_CARD, FaultFleet
 from tests.faults.judge import Histories
 from tests.faults.outside import Outside
 from tests.faults.resources import Held, held
@@ -71,6 +71,8 @@ class Runner:
         idle = case.phase == "idle"
         shared = case.phase == "update" and case.member.startswith("trainer")
         nth = -(-case.nth // f.ranks) if shared else case.nth  # each rank sends its share of the buckets
+        if case.phase == "applying" and f.transport in ON_A_CARD:
+            nth = 1  # a card copies all tensors of a dtype at once
         if outside.rule is None:
             f.arm(case.member, case.point, nth, "wait" if waits else case.action)
         if idle:
