@@ -73,6 +73,48 @@ def test_what_is_left_is_a_distribution_of_the_likeliest(values: list[float], sa
         assert kept.sum() <= sampling.top_k
 
 
+@settings(max_examples=300)
+@given(
+    st.lists(st.sampled_from([k / 8 for k in range(-24, 25)]), min_size=2, max_size=12),
+    st.lists(st.floats(-1e-5, 1e-5), min_size=12, max_size=12),
+    st.builds(Sampling, st.floats(0.5, 2), st.integers(0, 8), st.sampled_from([0.5, 0.75, 0.9, 1.0])),
+)
+def test_rounding_at_a_border_is_no_difference(values: list[float], rounding: list[float], sampling: Sampling) -> None:
+    """Equal logits on one side, of which rounding makes an order on the other."""
+    trainer = torch.tensor([values])
+    engine = trainer + torch.tensor([rounding[: len(values)]])
+    for i in truncated(engine, sampling)[0].isfinite().nonzero().flatten():
+        token = torch.tensor([int(i)])
+        served = processed_logprobs(engine, token, sampling)
+        assert abs(processed_logprobs(trainer, token, sampling, served) - served) < 1e-4
+
+
+def test_the_border_of_top_p_may_lie_on_either_side() -> None:
+    logits, token = logs([0.1, 0.4, 0.3, 0.2]), torch.tensor([1])
+    for top_p in (0.9 - 1e-6, 0.9 + 1e-6):  # the least likely is dropped, is kept
+        for keeps, served in ((3, math.log(4 / 9)), (4, math.log(0.4))):
+            found = processed_logprobs(logits, token, Sampling(1, top_p=top_p), torch.tensor([served]))
+            assert found.item() == pytest.approx(served, abs=1e-6), (top_p, keeps)
+
+
+def test_what_is_served_decides_nothing_where_no_border_is_near() -> None:
+    logits, token = logs([0.1, 0.4, 0.3, 0.2]), torch.tensor([1])
+    for sampling in (
+        Sampling(),
+        Sampling(0.7),
+        Sampling(1, 2),
+        Sampling(1, 0, 0.8),
+        Sampling(1, 3, 0.7),
+        Sampling(0.0),
+    ):
+        alone = processed_logprobs(logits, token, sampling)
+        for served in (alone.item() + 0.01, -5.0, -9999.0, math.nan, -math.inf):
+            found = processed_logprobs(logits, token, sampling, torch.tensor([served]))
+            assert found.item() == pytest.approx(alone.item(), abs=1e-6), (sampling, served)
+    outside = processed_logprobs(logits, torch.tensor([0]), Sampling(1, top_k=2), torch.tensor([-2.0]))
+    assert outside.item() == -math.inf, "a token far outside stays so, whatever the engine says"
+
+
 def test_prompts_come_from_the_seed_and_share_a_beginning() -> None:
     a, b = draw_prompts(3, 4, 40, 512), draw_prompts(3, 4, 40, 512)
     assert a == b and a != draw_prompts(4, 4, 40, 512)

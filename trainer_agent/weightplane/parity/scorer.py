@@ -144,7 +144,8 @@ class TransformersScorer:
         """Log-probabilities of a sample's tokens, from logits ``[≥ tokens + 1, vocab]`` whose last row is its last
         token's."""
         rows = logits[-len(sample.tokens) - 1 : -1]
-        return [float(v) for v in processed_logprobs(rows, torch.tensor(sample.tokens), sample.sampling)]
+        tokens, served = torch.tensor(sample.tokens), torch.tensor(sample.served, dtype=torch.float32)
+        return [float(v) for v in processed_logprobs(rows, tokens, sample.sampling, served)]
 
     @property
     def _device(self) -> torch.device:
