@@ -6,7 +6,9 @@ import dataclasses
 
 from tests.core.harness import Group
 from weightplane.controlplane.core import events
+from weightplane.controlplane.core.desired import desired_replica
 from weightplane.controlplane.core.states import Stage
+from weightplane.controlplane.core.update_state import PlanSummary
 
 
 def two_of_three() -> Group:
@@ -59,7 +61,7 @@ def test_the_plan_is_made_with_the_last_placement_and_is_the_one_that_the_update
     (ahead,) = place(g, "r2", 1)
     assert not ahead.update_id and receivers(ahead) == ALL
     g.do(events.PlanMade("", ahead.channel_id, None))
-    assert g.s.open is None, "nobody hears of it"
+    assert g.s.open is None and not g.last, "nobody hears of one that could not be made"
     g.start("u2")
     for rid in ("r0", "r1", "r2"):
         g.report(rid, update_id="u2", stage=Stage.JOINED)
@@ -83,3 +85,57 @@ def test_nothing_is_asked_for_ahead_of_another_manifest_or_in_an_update() -> Non
     assert not place(g, "r2", 0) and not place(g, "r2", 1, "another")
     g.start("u2")
     assert not place(g, "r2", 1)
+
+
+def bound_three() -> tuple[Group, events.MakePlan]:
+    g = two_of_three()
+    bind(g)
+    place(g, "r2", 0)
+    (ahead,) = place(g, "r2", 1)
+    return g, ahead
+
+
+def told(g: Group, rid: str) -> tuple[str, ...]:
+    found = desired_replica(g.s, rid, g.now)
+    assert found is not None
+    return found.plans_ahead
+
+
+def made(g: Group, plan: events.MakePlan, plan_id: str = "p-ahead") -> None:
+    g.do(events.PlanMade("", plan.channel_id, PlanSummary(plan_id, 1, 8, {})))
+
+
+def test_all_who_will_need_a_plan_made_ahead_are_told_of_it_once() -> None:
+    g, ahead = bound_three()
+    made(g, ahead)
+    assert {r for e in g.last if isinstance(e, events.Push) for r in e.replica_ids} == {"r0", "r1", "r2"}
+    assert any(isinstance(e, events.PushTrainers) for e in g.last)
+    assert g.s.trainer is not None and g.s.trainer.ahead.plans == {ahead.channel_id: "p-ahead"}
+    assert [told(g, r) for r in ("r0", "r1", "r2")] == [("p-ahead",)] * 3
+    made(g, ahead)
+    assert not g.last, "they know"
+
+
+def test_a_plan_made_ahead_of_channels_that_are_bound_no_more_is_told_to_nobody() -> None:
+    g, ahead = bound_three()
+    g.do(events.PlanMade("", "c-gone", PlanSummary("p-gone", 1, 8, {})))
+    assert not g.last
+    made(g, ahead)
+    g.hello("r2", "another")
+    g.report("r2")
+    bind(g)
+    assert told(g, "r0") == () and g.s.trainer is not None and not g.s.trainer.ahead.plans
+
+
+def test_no_plan_made_ahead_is_told_while_an_update_is_open() -> None:
+    g, ahead = bound_three()
+    g.start("u2")
+    made(g, ahead)
+    assert not g.last and told(g, "r0") == ()
+
+
+def test_who_has_left_is_in_no_plan_made_ahead() -> None:
+    g, _ = bound_three()
+    g.do(events.Leave("r1", g.life("r1")))
+    (ahead,) = place(g, "r2", 1)
+    assert receivers(ahead) == ALL - {"r1/0", "r1/1"}, "bound it is, until its lease is over"

@@ -7,16 +7,20 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from weightplane.controlplane.core.reasons import Reason
+from weightplane.controlplane.server import fields, pages
 from weightplane.controlplane.server.transfer_service import TransferService
 from weightplane.inference_agent.engines.torch_module import TorchModuleEngine
 from weightplane.inference_agent.rpc import AgentCalls
 from weightplane.trainer_agent import UpdateFailed, ahead
+from weightplane.trainer_agent.channels import ChannelPool
 
 from .fleet import Fleet, eventually, fill, fleet, hook, same
 
@@ -24,6 +28,24 @@ from .fleet import Fleet, eventually, fill, fleet, hook, same
 def model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+
+
+class Counted:
+    """How often something was called."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def before(self, inner: Any) -> Any:
+        def called(*args: Any) -> Any:
+            self.n += 1
+            return inner(*args)
+
+        return called
+
+
+def said(log: pytest.LogCaptureFixture, text: str) -> bool:
+    return text in log.text
 
 
 @pytest.fixture
@@ -69,6 +91,38 @@ def test_a_replica_says_where_its_tensors_are_before_an_update_asks(f: Fleet, mo
 
     monkeypatch.setattr(AgentCalls, "put_placement", put_placement)
     assert len(publisher.publish(2).replicas) == 2 and not said
+
+
+def test_the_plan_with_a_replica_that_came_is_with_everybody_before_an_update_asks(
+    f: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = f.publisher(model(2), heartbeat="helper")
+    publisher.publish(1)
+    fetched, opened = Counted(), Counted()
+    monkeypatch.setattr(pages, "plan_page", fetched.before(pages.plan_page))
+    monkeypatch.setattr(ChannelPool, "_make", opened.before(ChannelPool._make))
+    f.replica("late", TorchModuleEngine(model(3)))
+    eventually(lambda: fetched.n == 3, what="trainer and both replicas have fetched it")
+    eventually(lambda: bound(f) == {"r0", "late"} and opened.n == 1, what="it is bound")
+    assert len(publisher.publish(2).replicas) == 2
+    assert (fetched.n, opened.n) == (3, 1), "the publish had to ask"
+
+
+def test_what_is_fetched_ahead_in_vain_is_the_publishs_to_fetch(
+    f: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = f.publisher(model(2), heartbeat="helper")
+    publisher.publish(1)
+
+    async def refuses(*_: Any) -> Any:
+        fields.refuse(Reason.UNKNOWN_PLAN, "not here")
+
+    with monkeypatch.context() as m, caplog.at_level(logging.INFO):
+        m.setattr(pages, "plan_page", refuses)
+        f.replica("late", TorchModuleEngine(model(3)))
+        for who in ("replica r0: the next update's plan", "replica late: the next update's plan", "not bound ahead"):
+            eventually(partial(said, caplog, who), what=who)
+    assert len(publisher.publish(2).replicas) == 2
 
 
 def test_a_model_that_does_not_fit_is_the_next_updates_to_refuse(f: Fleet, caplog: pytest.LogCaptureFixture) -> None:

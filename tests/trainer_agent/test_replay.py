@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Container, Sequence
@@ -81,18 +82,26 @@ class Trainer:
 
     def __init__(self, source: Source, bucket_bytes: int = 300, kinds: set[str] | None = None, buffered: bool = False):
         self.source, self.bucket_bytes = source, bucket_bytes
+        self.former: list[replay.ChannelReplay] = []
         self.channel = Recorder()
         spec = ChannelSpec("c", "g", "recorder", b"k" * 32, ("rank/0",), ("r/0",), bucket_bytes, {})
         self.opened = OpenChannel(spec, "rank/0", To(kinds or {"cpu"}, buffered), self.channel)
         self.plan: Plan | None = None
         self.manifest: Manifest | None = None
 
+    def reopen(self) -> None:
+        """Another channel in the place of the one that was, as after a join."""
+        self.former = replay.newest([self.channel])
+        replay.forget([self.channel])
+        self.channel = Recorder()
+        self.opened = dataclasses.replace(self.opened, channel=self.channel)
+
     def publish(self, receiver: Placement | None = None, *, hold: bool = True, verify: Verify = Verify.FULL) -> Sending:
         manifest = self.manifest = self.source.manifest()
         placement = receiver or full_placement("r/0", manifest)
         self.plan = make_plan(manifest, [self.source.placement(0)], [placement], self.bucket_bytes)
         self.digests = RegionDigests([self.plan], "rank/0", share=True, update_id="u1", verify=verify)
-        buckets = replay.of_channel(self.channel, self.plan, manifest, "rank/0").buckets
+        buckets = replay.of_channel(self.channel, self.plan, manifest, "rank/0", self.former).buckets
         self.channel.lists, self.channel.sent = {}, {}
         lane = Lane(0, self.opened, self.plan, buckets)
         supply = DirectSupply(self.source, [(self.plan, buckets)], replay=hold)
@@ -182,6 +191,35 @@ def test_memory_that_changed_is_found_and_only_its_bucket_is_worked_out_anew(cha
     assert same == [0, 2, 3], "tensor 3 is in bucket 1 of four"
     trainer.publish()
     trainer.check({n: p.detach() for n, p in module.items()})
+
+
+def test_a_channel_in_the_place_of_another_sends_what_was_found_for_that() -> None:
+    values = state()
+    trainer = Trainer(Untouched(values))
+    trainer.publish()
+    first, asked = dict(trainer.channel.lists), Untouched.asked
+    trainer.reopen()
+    values["t3"].mul_(-3)
+    trainer.publish(full_placement("another/0", trainer.source.manifest()))
+    assert trainer.channel.lists.keys() == first.keys() and Untouched.asked == asked
+    assert all(trainer.channel.lists[i] is first[i] for i in first)
+    trainer.check(values)
+    trainer.reopen()
+    values["t5"].data = torch.randn(8, 4)
+    trainer.publish()
+    assert Untouched.asked == asked + 1, "memory that changed meanwhile is found"
+    trainer.check(values)
+
+
+def test_a_channel_with_other_buckets_follows_none() -> None:
+    values = state()
+    trainer = Trainer(StateDictSource(values))
+    trainer.publish()
+    trainer.reopen()
+    trainer.bucket_bytes = 500
+    trainer.publish()
+    assert len(trainer.channel.sent) < 4
+    trainer.check(values)
 
 
 def test_a_module_that_is_converted_and_one_that_moves() -> None:

@@ -31,6 +31,7 @@ from weightplane.transports.serving import order_of
 from weightplane.v1 import agent_pb2
 
 from . import codec
+from .ahead import PlansAhead
 from .auditing import Auditor
 from .engines.base import Engine
 from .faults import failure_of
@@ -234,6 +235,7 @@ class InferenceAgent:
             self._events.put,
             self._retain,
         )
+        self._ahead = PlansAhead(self._ops.fetch_ahead)
         hello = hello_message(
             self.group,
             self.replica_id,
@@ -278,7 +280,8 @@ class InferenceAgent:
         while not self._stopping:
             t = self._state.taking
             try:
-                event = self._events.get(timeout=_IDLE_S if t is None or t.over else _TICK_S)
+                idle = (t is None or t.over) and not self._ahead.waiting
+                event = self._events.get(timeout=_IDLE_S if idle else _TICK_S)
             except queue.Empty:
                 event = core.Tick()
             if event is None:
@@ -329,6 +332,7 @@ class InferenceAgent:
                 self._auditor.judge(codec.declaration(message.declared))
             if self._state.taking is None:
                 self._ops.look_ahead(message.committed_manifest_id, self._state.epoch)
+            self._ahead.hear(message.committed_manifest_id, message.plans_ahead, time.monotonic())
 
     def _handle(self, event: Any) -> None:
         assert self._ops is not None
@@ -361,6 +365,8 @@ class InferenceAgent:
         assert self._ops is not None
         self._handle(core.Tick())
         self._ops.watch()
+        t = self._state.taking
+        self._ahead.look(time.monotonic(), t is None or t.over)
         if self.engine.life != self._life:
             self._reborn("the engine was restarted behind its agent")
             return

@@ -17,7 +17,7 @@ from weightplane.controlplane import failpoints
 from weightplane.controlplane.core import replica as core
 from weightplane.controlplane.core.manifest import Manifest
 from weightplane.controlplane.core.model import SLEEP_TAGS, Held, SleepOrder, Timings
-from weightplane.controlplane.core.plan import Plan
+from weightplane.controlplane.core.plan import Plan, PlanError
 from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.core.states import Evidence, Verify
 from weightplane.transports.base import PeerLost, Transport, TransportError
@@ -45,6 +45,7 @@ log = logging.getLogger("weightplane.inference_agent")
 WITH_VOTE = 32 << 10
 
 _KEPT = 4  # plans and sinks remembered
+_AHEAD_S = 5.0  # for what is fetched before it is asked for
 _DRAIN_S = 5.0  # an aborted transfer leaves within one; after this it is left behind
 _HEARSAY_S = 0.5  # a sender that is gone did not go by our fault: the coordinator's word of the cause is waited for
 
@@ -146,6 +147,25 @@ class Operations:
     def _look_ahead(self, manifest_id: str) -> None:
         if not self._closed and self._transfer is None:  # else that update does it
             self._placing.ahead(manifest_id, self._epoch, lambda: self._closed)
+
+    def fetch_ahead(self, manifest_id: str, plans: Sequence[str]) -> None:
+        """Nothing is under way: the plans of the next update are fetched now."""
+        self._work.submit(lambda: self._fetch_ahead(manifest_id, plans))
+
+    def _fetch_ahead(self, manifest_id: str, plans: Sequence[str]) -> None:
+        def over() -> bool:
+            return self._closed or self._transfer is not None
+
+        end = time.monotonic() + _AHEAD_S
+        try:
+            for plan_id in plans:
+                if not over() and self._plans.get(plan_id) is None:
+                    manifest = self._placing.manifest(manifest_id, end, over)
+                    self._plans.keep(plan_id, self._calls.plan(plan_id, manifest, end, over))
+        except Abandoned:
+            return
+        except (CallFailed, PlanError, ValueError) as e:  # the last two: what came is not what its id says
+            log.info("replica %s: the next update's plan is not fetched ahead: %s", self._replica_id, e)
 
     def _moved(self) -> None:
         """What is known of the old memory would keep it."""

@@ -1203,6 +1203,7 @@ class DesiredReplica(_message.Message):
     SERVE_FIELD_NUMBER: _builtins.int
     COMMITTED_MANIFEST_ID_FIELD_NUMBER: _builtins.int
     DECLARED_FIELD_NUMBER: _builtins.int
+    PLANS_AHEAD_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Rises within the session."""
     epoch: _builtins.int
@@ -1245,6 +1246,12 @@ class DesiredReplica(_message.Message):
     def declared(self) -> Global___Declaration:
         """What the engine's settings are to be judged against."""
 
+    @_builtins.property
+    def plans_ahead(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Plans that the next update of that manifest comes by, if it is full and everybody takes part, as far as they are
+        made. Who takes part in nothing may fetch them (GetPlan) before an update names them; no update is bound to them.
+        """
+
     def __init__(
         self,
         *,
@@ -1261,10 +1268,11 @@ class DesiredReplica(_message.Message):
         serve: _abc.Iterable[Global___ServeOrder] | None = ...,
         committed_manifest_id: _builtins.str = ...,
         declared: Global___Declaration | None = ...,
+        plans_ahead: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "declared", b"declared", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "committed_manifest_id", b"committed_manifest_id", "declared", b"declared", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "resolutions", b"resolutions", "revision", b"revision", "serve", b"serve", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "committed", b"committed", "committed_manifest_id", b"committed_manifest_id", "declared", b"declared", "epoch", b"epoch", "incarnation", b"incarnation", "pause_holders", b"pause_holders", "pause_mode", b"pause_mode", "plans_ahead", b"plans_ahead", "resolutions", b"resolutions", "revision", b"revision", "serve", b"serve", "sleep", b"sleep", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1284,6 +1292,7 @@ class DesiredTrainer(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     REBIND_FIELD_NUMBER: _builtins.int
     SERVE_FIELD_NUMBER: _builtins.int
+    PLANS_AHEAD_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Rises within the session."""
     epoch: _builtins.int
@@ -1306,6 +1315,10 @@ class DesiredTrainer(_message.Message):
     def serve(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServeOrder]:
         """Catch-ups that this rank is to send from the copy that it retains."""
 
+    @_builtins.property
+    def plans_ahead(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in DesiredReplica, of all channels."""
+
     def __init__(
         self,
         *,
@@ -1317,10 +1330,11 @@ class DesiredTrainer(_message.Message):
         calls: _abc.Iterable[Global___ArmedCall] | None = ...,
         rebind: _builtins.bool = ...,
         serve: _abc.Iterable[Global___ServeOrder] | None = ...,
+        plans_ahead: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cluster_id", b"cluster_id", "epoch", b"epoch", "fenced", b"fenced", "rebind", b"rebind", "revision", b"revision", "serve", b"serve", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cluster_id", b"cluster_id", "epoch", b"epoch", "fenced", b"fenced", "plans_ahead", b"plans_ahead", "rebind", b"rebind", "revision", b"revision", "serve", b"serve", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

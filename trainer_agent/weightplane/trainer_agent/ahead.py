@@ -1,7 +1,8 @@
-"""A trainer that is idle binds to replicas as they come, so that the next publish is spared it.
+"""A trainer that is idle binds to replicas as they come and fetches the plans made for them: the next publish need not.
 
-For one rank: several bind together, in each publish. What fails here fails again, by name, in the publish. Channels are
-opened by the publish that needs them: memory is taken when it is asked for.
+For one rank: several bind together, in each publish. What fails here fails again, by name, in the publish. A channel
+that takes the place of an open one is opened too; any other by the publish that needs it: memory is taken when it is
+asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 
 import torch
 
+from weightplane.controlplane.core.plan import PlanError
+from weightplane.transports.base import TransportError
 from weightplane.v1 import agent_pb2
 
 from .errors import PublisherClosed, RpcRefused, Unanswered
@@ -31,6 +34,7 @@ class BindAhead:
     def __init__(self, hold: Hold, busy: threading.Lock) -> None:
         self._hold, self._busy = hold, busy
         self._wanted = False
+        self._plans: tuple[str, ...] = ()
         self._stop = Stop()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -38,14 +42,15 @@ class BindAhead:
             hold.told.append(self._hear)
 
     def _hear(self, message: agent_pb2.DesiredTrainer) -> None:
-        self._wanted = message.rebind
+        with self._lock:
+            self._wanted = message.rebind
+            self._plans = tuple(p for p in message.plans_ahead if p not in self._hold.plans)
         self.begin()
 
     def begin(self) -> None:
-        """Bind, in a thread of its own, if somebody came and nothing is published. Returns at once."""
+        """In a thread of its own, if there is something to do and nothing is published. Returns at once."""
         with self._lock:
-            running = self._thread is not None and self._thread.is_alive()
-            if not self._wanted or running or self._busy.locked() or self._stop.error is not None:
+            if self._thread is not None or not self._due() or self._busy.locked():
                 return
             self._thread = threading.Thread(target=self._run, name="weightplane-bind-ahead", daemon=True)
             try:
@@ -54,23 +59,36 @@ class BindAhead:
                 self._thread = None
                 log.info("group %s: not bound ahead of the next publish: %s", self._hold.group, e)
 
-    def _run(self) -> None:
-        if not self._busy.acquire(blocking=False):
-            return  # a publish binds itself, and calls ``begin`` at its end
-        try:
-            if self._wanted and self._hold.bound:
-                self._wanted = False  # until the coordinator says so again
-                self._bind()
-        finally:
-            self._busy.release()
+    def _due(self) -> bool:
+        return self._stop.error is None and (self._wanted or bool(self._plans))
 
-    def _bind(self) -> None:
-        hold = self._hold
-        if hold.device is not None:
-            torch.cuda.set_device(hold.device)  # this thread's, which is told to the coordinator
+    def _run(self) -> None:
+        while self._busy.acquire(blocking=False):  # else a publish binds itself, and calls ``begin`` at its end
+            try:
+                with self._lock:  # each is wanted once, until the coordinator says so again
+                    wanted, plans = self._wanted and self._hold.bound, self._plans
+                    self._wanted, self._plans = False, ()
+                self._prepare(wanted, plans)
+            finally:
+                self._busy.release()
+            with self._lock:
+                if not self._due():
+                    self._thread = None
+                    return
+        with self._lock:
+            self._thread = None
+
+    def _prepare(self, wanted: bool, plans: tuple[str, ...]) -> None:
+        hold, end = self._hold, time.monotonic() + _BIND_S
         try:
-            hold.bind(time.monotonic() + _BIND_S, self._stop)
-        except (RpcRefused, Unanswered, PublisherClosed) as e:
+            if wanted:
+                if hold.device is not None:
+                    torch.cuda.set_device(hold.device)  # this thread's, which is told to the coordinator
+                hold.bind(end, self._stop)
+                hold.pool.reopen()
+            for plan_id in plans:
+                hold.fetch(plan_id, end, self._stop)
+        except (RpcRefused, Unanswered, PublisherClosed, TransportError, PlanError) as e:
             log.info("group %s: not bound ahead of the next publish: %s", hold.group, e)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from weightplane.transports.base import ChannelSpec, SendChannel, Transport, Tra
 from weightplane.transports.watchdog import abort_all
 from weightplane.v1 import agent_pb2, transport_pb2
 
-from .replay import forget
+from .replay import ChannelReplay, forget, newest
 
 __all__ = ["ChannelPool", "OpenChannel", "offers_for"]
 
@@ -65,6 +65,8 @@ class ChannelPool:
         self._bindings: dict[str, transport_pb2.ChannelBinding] = {}
         self._open: dict[str, OpenChannel] = {}
         self._dead: set[str] = set()
+        self._replaced: set[str] = set()  # transports of which a channel was open that is bound no more
+        self.former: list[ChannelReplay] = []  # what was last sent by channels that are bound no more
 
     def bind(self, bindings: Iterable[transport_pb2.ChannelBinding]) -> None:
         """What InitTransfer answered: channels that are not in it any more are closed."""
@@ -73,9 +75,19 @@ class ChannelPool:
             self._bindings = new
             stale = [self._open.pop(c) for c in list(self._open) if c not in new]
             self._dead &= new.keys()
+        if stale:  # else what the last binding left is still to be followed
+            self._replaced = {o.spec.transport for o in stale}
+            self.former = newest(o.channel for o in stale)
         forget(o.channel for o in stale)
         for opened in stale:
             opened.channel.close()
+
+    def reopen(self) -> None:
+        """Open what takes the place of channels that were open. Raises as ``open``, which then raises again."""
+        with self._lock:
+            wanted = [b.channel_id for b in self._bindings.values() if b.transport in self._replaced]
+        for channel_id in wanted:
+            self.open(channel_id)
 
     def open(self, channel_id: str) -> OpenChannel:
         """The channel, opened now if it was not. ``TransportError`` says what is wrong."""
@@ -103,6 +115,7 @@ class ChannelPool:
         """Let go of all memory of the source that is kept for the next update. Between updates."""
         with self._lock:
             opened = list(self._open.values())
+        self.former.clear()
         forget(o.channel for o in opened)
         for o in opened:
             try:
@@ -121,6 +134,7 @@ class ChannelPool:
         """Close all."""
         with self._lock:
             opened, self._open, self._bindings = list(self._open.values()), {}, {}
+        self.former.clear()
         forget(o.channel for o in opened)
         for o in opened:
             o.channel.close()

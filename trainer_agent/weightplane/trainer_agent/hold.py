@@ -89,6 +89,7 @@ class Hold:
         self._device_kind = "cpu"
         self.device: int | None = None  # the trainer's GPU, as its thread had it when it took the hold
         self.offers: list[transport_pb2.Rendezvous] = []  # as InitTransfer said last
+        self.manifest: Manifest | None = None  # announced last
 
     @property
     def bound(self) -> bool:
@@ -214,13 +215,21 @@ class Hold:
 
     def plan(self, plan_id: str, manifest: Manifest, deadline: float) -> Plan:
         """A plan that is no update's of ours. Raises ``RpcRefused``, ``Unanswered``, ``PlanError``. Any thread."""
+        return PlanCache().get(plan_id, manifest, self._pages(plan_id, deadline, None))
 
+    def fetch(self, plan_id: str, deadline: float, stop: Stop) -> None:
+        """A plan that the next update may come by, if its manifest is the last one's. Raises as ``plan``, or ``stop``'s
+        reason."""
+        if self.manifest is not None:
+            self.plans.get(plan_id, self.manifest, self._pages(plan_id, deadline, stop))
+
+    def _pages(self, plan_id: str, deadline: float, stop: Stop | None) -> Callable[[int], tensor_pb2.PlanPage]:
         def page(n: int) -> tensor_pb2.PlanPage:
             request = wt.GetPlanRequest(group=self.group, plan_id=plan_id, page=n)
-            answer: wt.GetPlanResponse = self.client.call("GetPlan", request, deadline)
+            answer: wt.GetPlanResponse = self.client.call("GetPlan", request, deadline, stop)
             return answer.page
 
-        return PlanCache().get(plan_id, manifest, page)
+        return page
 
     def _told(self, message: agent_pb2.DesiredTrainer) -> None:
         for hear in self.told:
@@ -259,6 +268,7 @@ class Hold:
     def announce(self, manifest: Manifest, source: Source, deadline: float, stop: Stop) -> None:
         """See that the coordinator knows the manifest and what this rank holds of it."""
         rank = self.settings.rank
+        self.manifest = manifest
         placement = source.placement(rank)
         placed = self._known.get(manifest.id)
         if placed == placement.pieces:

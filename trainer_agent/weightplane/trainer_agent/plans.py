@@ -107,10 +107,13 @@ def _box(ranges: Iterable[tensor_pb2.Range]) -> Box:
 
 
 class PlanCache:
-    """The last few plans, by id. One thread."""
+    """The last few plans, by id. One thread at a time."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[str, Plan] = OrderedDict()
+
+    def __contains__(self, plan_id: str) -> bool:
+        return plan_id in self._plans
 
     def get(self, plan_id: str, manifest: Manifest, page: Callable[[int], tensor_pb2.PlanPage]) -> Plan:
         """The plan; ``page(n)`` fetches what is not here yet."""

@@ -15,6 +15,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +31,7 @@ from weightplane.transports.identity import LiveSpans, MemoryWatch
 from .mirror import Mirror
 from .sources import Source
 
-__all__ = ["ChannelReplay", "LiveGroups", "forget", "of_channel", "watch"]
+__all__ = ["ChannelReplay", "LiveGroups", "forget", "newest", "of_channel", "watch"]
 
 _KEPT = 2  # plans remembered for each channel
 _lock = threading.Lock()
@@ -69,6 +71,24 @@ class ChannelReplay:
         self._spans: dict[int, LiveSpans] = {}  # by bucket
         self._watch: MemoryWatch | None = None
         self._generation = 0
+
+    @cached_property
+    def emission(self) -> tuple[Any, ...]:
+        """What of the plan says which bytes it sends. Equal in plans that differ in who receives: what was found for
+        one, by the index of a region or bucket, serves the other."""
+        regions = self.plan.regions
+        mine = dict.fromkeys(s.region for b in self.buckets for s in b.segments)
+        pieces = tuple((i, r.tensor, r.piece_box, r.box, r.nbytes) for i in mine for r in (regions[i],))
+        buckets = tuple((b.index, tuple((s.region, s.offset, s.nbytes) for s in b.segments)) for b in self.buckets)
+        return (self.manifest.id, self.member, pieces, buckets)
+
+    def follow(self, former: ChannelReplay) -> bool:
+        """Take over what ``former``, whose channel is closed, had found of the same bytes. False: they are others."""
+        if former.emission != self.emission:
+            return False
+        self.live, self._spans = dict(former.live), dict(former._spans)
+        self._watch, self._generation, self.version = former._watch, former._generation, former.version
+        return True
 
     def look(self, source: Source, watch: MemoryWatch) -> None:
         """Find what changed since the last time; ``watch`` has just looked at the source's tensors.
@@ -123,17 +143,27 @@ def watch(source: Source) -> MemoryWatch | None:
     return found
 
 
-def of_channel(channel: SendChannel, plan: Plan, manifest: Manifest, member: str) -> ChannelReplay:
-    """What is known of a plan on a channel; it lives as long as the channel does."""
+def of_channel(
+    channel: SendChannel, plan: Plan, manifest: Manifest, member: str, former: Iterable[ChannelReplay] = ()
+) -> ChannelReplay:
+    """What is known of a plan on a channel; it lives as long as the channel does. ``former``: of channels that were
+    closed, to begin with."""
     with _lock:
         known = _channels.setdefault(channel, OrderedDict())
         found = known.get(plan.id)
         if found is None:
             found = known[plan.id] = ChannelReplay(plan, manifest, member)
+            any(found.follow(f) for f in former)
             while len(known) > _KEPT:
                 known.popitem(last=False)
         known.move_to_end(plan.id)
         return found
+
+
+def newest(channels: Iterable[SendChannel]) -> list[ChannelReplay]:
+    """What each of these channels sent last."""
+    with _lock:
+        return [next(reversed(known.values())) for c in channels if (known := _channels.get(c))]
 
 
 def forget(channels: Iterable[SendChannel]) -> None:

@@ -106,6 +106,7 @@ class Transfer:
             self._declare(declared, request, lanes)
             hit("trainer.update.armed")
             self._send(sending, last=seq == len(calls))
+        self._rank.pool.former.clear()  # followed by now: it would keep memory that the source has replaced
         self.done = True
 
     def exclude(self, replica_ids: Sequence[str]) -> None:
@@ -145,7 +146,7 @@ class Transfer:
         for channel_id in channels:
             plan = self._plans[channel_id]
             opened = r.pool.open(channel_id)
-            buckets = of_channel(opened.channel, plan, self._manifest, r.member).buckets
+            buckets = of_channel(opened.channel, plan, self._manifest, r.member, r.pool.former).buckets
             opened.channel.arm(token, buckets, self._deadline)
             lanes.append(Lane(len(lanes), opened, plan, buckets))
         return lanes

@@ -108,6 +108,7 @@ class DesiredReplica:
     sleep: SleepOrder | None = None
     serve: tuple[ServeOrder, ...] = ()
     committed_manifest: str = ""
+    plans_ahead: tuple[str, ...] = ()
 
 
 def resolve(state: GroupState, update_id: str, replica_id: str) -> str:
@@ -160,7 +161,12 @@ def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredRe
         r.sleep,
         serve_orders(state, replica_id) if state.catch_ups else (),
         state.committed_manifest,
+        _plans_ahead(state, replica_id),
     )
+
+
+def _plans_ahead(state: GroupState, replica_id: str) -> tuple[str, ...]:
+    return state.trainer.ahead.of.get(replica_id, ()) if state.trainer is not None else ()
 
 
 def likeness(state: GroupState, replica_id: str) -> tuple[object, ...] | None:
@@ -181,6 +187,7 @@ def likeness(state: GroupState, replica_id: str) -> tuple[object, ...] | None:
         state.epoch,
         state.cluster_id,
         tuple(sorted(r.pauses_wanted.items())),
+        _plans_ahead(state, replica_id),
     )
     part = u.parts.get(replica_id) if u is not None else None
     if u is None or part is None or part.incarnation != r.incarnation or not u.frozen:

@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import catching, conditions, ending, members, operators, progress, sleeping, starting, trainers, updates
+from . import (
+    catching,
+    conditions,
+    ending,
+    members,
+    operators,
+    planning,
+    progress,
+    sleeping,
+    starting,
+    trainers,
+    updates,
+)
 from .events import (
     AbortUpdate,
     Beat,
@@ -77,7 +89,10 @@ def _report(tx: Tx, e: Report) -> None:
 
 def _plan_made(tx: Tx, e: PlanMade) -> None:
     u = tx.state.open
-    (starting if u is not None and u.update_id == e.update_id else catching).plan_made(tx, e)
+    if not e.update_id:
+        planning.made_ahead(tx, e)
+    else:
+        (starting if u is not None and u.update_id == e.update_id else catching).plan_made(tx, e)
 
 
 def _verified(tx: Tx, e: Verified) -> None:

@@ -15,6 +15,7 @@ from .states import Admin, CachePolicy, Evidence, Liveness, Mode, ParityPolicy, 
 
 __all__ = [
     "NONE_HELD",
+    "Ahead",
     "Channel",
     "Choice",
     "Condition",
@@ -290,6 +291,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Plans that were made before an update asks for them: by channel, and by the replicas at its end."""
+
+    plans: Mapping[str, str] = field(default_factory=dict)
+    of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Trainer:
     """The holder of the group, or the last one (``closed``).
 
@@ -313,6 +322,7 @@ class Trainer:
     placements: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     waiters: tuple[Waiter, ...] = ()
     without: frozenset[str] = frozenset()
+    ahead: Ahead = Ahead()
 
 
 @dataclass(frozen=True)

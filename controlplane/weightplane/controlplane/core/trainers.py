@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import negotiate
 from .events import CloseTransfer, InitTransfer, RankGone, RankHello, RankPlacement
 from .evolve import replace
-from .model import Rank, Trainer, Waiter
+from .model import Ahead, Rank, Trainer, Waiter
 from .planning import plan_ahead
 from .reasons import Failure, Reason
 from .states import Liveness, Phase, Process
@@ -176,7 +176,7 @@ def maybe_bind(tx: Tx) -> None:
     outside = dict.fromkeys(t.without, "the last update went without it")
     outside.update((r.replica_id, why) for r in ready if (why := may_join(r, tx.now)))
     channels, choices = negotiate.bind(t.ranks, ready, t.forced_transport, t.bucket_bytes, t.channels, t.seed, outside)
-    tx.put_trainer(replace(t, channels=channels, choices=choices, waiters=()))
+    tx.put_trainer(replace(t, channels=channels, choices=choices, waiters=(), ahead=Ahead()))
     for w in t.waiters:
         tx.reply(w.call_id)
     lost = negotiate.out_of_reach(choices)

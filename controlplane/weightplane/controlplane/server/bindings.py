@@ -85,6 +85,7 @@ def desired_trainer(state: GroupState, generation: int, revision: int, now: floa
             message.calls.extend(armed_calls(u))
     if t is not None and not fenced:
         message.rebind = needs_rebind(state, t, now)
+        message.plans_ahead.extend(t.ahead.plans.values())
         message.serve.extend(_serve(order) for order in core_desired.serve_orders(state, ""))
     return message
 
@@ -156,6 +157,7 @@ class Desired:
             pause_mode=PAUSE.proto(pause),
             committed_manifest_id=d.committed_manifest,
             declared=self._declaration(state.policy),
+            plans_ahead=d.plans_ahead,
         )
         if d.sleep is not None:
             order = agent_pb2.SleepOrder(order=d.sleep.order, level=d.sleep.level, asleep=d.sleep.asleep)

@@ -179,8 +179,11 @@ class TorchModuleEngine(GatedEngine):
             self._arenas, self._refusal = [], str(e)
 
     def describe(self, manifest: Manifest, members: Sequence[str]) -> Description:
-        """See ``Engine``."""
-        return fit(manifest, members, self._live, self._boxes, self._extra, self._missing)
+        """See ``Engine``. What an update of the manifest takes is found too, where it fits."""
+        said = fit(manifest, members, self._live, self._boxes, self._extra, self._missing)
+        if said.failure("") is None:
+            self._found(manifest, self.modes[0])
+        return said
 
     # --- an update
 
@@ -192,12 +195,15 @@ class TorchModuleEngine(GatedEngine):
             raise EngineError(f"mode {update.mode} is not possible: {self._refusal}")
         if update.cache not in self._policies:
             raise EngineError(f"cache policy {update.cache}: this engine has {', '.join(self._policies)}")
-        key = (update.manifest.id, update.mode)
+        self._map = self._found(update.manifest, update.mode)
+        self._update, self._settled = update, False
+
+    def _found(self, manifest: Manifest, mode: Mode) -> _Map:
+        key = (manifest.id, mode)
         if key not in self._maps:
             self._maps.clear()
-            self._maps[key] = self._find(update.manifest, update.mode is Mode.STAGED)
-        self._map = self._maps[key]
-        self._update, self._settled = update, False
+            self._maps[key] = self._find(manifest, mode is Mode.STAGED)
+        return self._maps[key]
 
     def _find(self, manifest: Manifest, staged: bool) -> _Map:
         """What an update takes whose manifest fits."""
