@@ -71,6 +71,7 @@ class _Parent:
         return int.from_bytes(answer, "little")
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._socket.close()
         self.process.wait(10)
 
@@ -82,9 +83,13 @@ _signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[
 
 def _parent(preload: str) -> _Parent:
     with _starting:
-        if preload not in _parents or _parents[preload].process.poll() is not None:
-            _parents[preload] = _Parent(preload)
-        return _parents[preload]
+        found = _parents.get(preload)
+        if found is not None and found.process.poll() is not None:
+            found.close()
+            found = None
+        if found is None:
+            found = _parents[preload] = _Parent(preload)
+        return found
 
 
 def _prctl(option: int, value: int) -> None:
@@ -195,7 +200,10 @@ def _serve(preload: str, connection: socket.socket) -> tuple[dict[str, Any], lis
 
 def _become(order: dict[str, Any], descriptors: list[int], connection: socket.socket) -> None:
     """What happens between ``exec`` and ``main``, and then ``main``."""
+    until = time.monotonic() + 10
     while os.getppid() != order["parent"]:
+        if time.monotonic() > until:
+            os._exit(1)  # it has died
         time.sleep(0.0005)  # nothing tells of it
     connection.close()
     for number, descriptor in enumerate(descriptors):

@@ -7,6 +7,7 @@ import dataclasses
 from tests.core.harness import Group
 from weightplane.controlplane.core import events
 from weightplane.controlplane.core.desired import desired_replica
+from weightplane.controlplane.core.reasons import Failure, Reason
 from weightplane.controlplane.core.states import Stage
 from weightplane.controlplane.core.update_state import PlanSummary
 
@@ -60,13 +61,13 @@ def test_the_plan_is_made_with_the_last_placement_and_is_the_one_that_the_update
     assert not place(g, "r2", 0)
     (ahead,) = place(g, "r2", 1)
     assert not ahead.update_id and receivers(ahead) == ALL
-    g.do(events.PlanMade("", ahead.channel_id, None))
-    assert g.s.open is None and not g.last, "nobody hears of one that could not be made"
+    g.do(events.PlanMade("", ahead.channel_id, None, Failure(Reason.INTERNAL, "no room"), ahead.ahead))
+    assert {type(e) for e in g.last} == {events.Note} and "no room" in g.last[0].text, "only the log hears of it"
     g.start("u2")
     for rid in ("r0", "r1", "r2"):
         g.report(rid, update_id="u2", stage=Stage.JOINED)
     (asked,) = [e for e in g.last if isinstance(e, events.MakePlan)]
-    assert asked == dataclasses.replace(ahead, update_id="u2")
+    assert asked == dataclasses.replace(ahead, update_id="u2", ahead=0)
 
 
 def test_a_binding_after_the_last_placement_asks_for_it_too() -> None:
@@ -102,7 +103,7 @@ def told(g: Group, rid: str) -> tuple[str, ...]:
 
 
 def made(g: Group, plan: events.MakePlan, plan_id: str = "p-ahead") -> None:
-    g.do(events.PlanMade("", plan.channel_id, PlanSummary(plan_id, 1, 8, {})))
+    g.do(events.PlanMade("", plan.channel_id, PlanSummary(plan_id, 1, 8, {}), ahead=plan.ahead))
 
 
 def test_all_who_will_need_a_plan_made_ahead_are_told_of_it_once() -> None:
@@ -118,7 +119,7 @@ def test_all_who_will_need_a_plan_made_ahead_are_told_of_it_once() -> None:
 
 def test_a_plan_made_ahead_of_channels_that_are_bound_no_more_is_told_to_nobody() -> None:
     g, ahead = bound_three()
-    g.do(events.PlanMade("", "c-gone", PlanSummary("p-gone", 1, 8, {})))
+    g.do(events.PlanMade("", "c-gone", PlanSummary("p-gone", 1, 8, {}), ahead=ahead.ahead))
     assert not g.last
     made(g, ahead)
     g.hello("r2", "another")
@@ -137,5 +138,31 @@ def test_no_plan_made_ahead_is_told_while_an_update_is_open() -> None:
 def test_who_has_left_is_in_no_plan_made_ahead() -> None:
     g, _ = bound_three()
     g.do(events.Leave("r1", g.life("r1")))
+    (at_once,) = [e for e in g.last if isinstance(e, events.MakePlan)]
     (ahead,) = place(g, "r2", 1)
+    assert at_once == dataclasses.replace(ahead, ahead=at_once.ahead)
     assert receivers(ahead) == ALL - {"r1/0", "r1/1"}, "bound it is, until its lease is over"
+
+
+def test_of_two_plans_made_ahead_of_one_channel_the_one_asked_for_last_counts() -> None:
+    g, with_it = bound_three()
+    g.do(events.Leave("r2", g.life("r2")))
+    (without,) = [e for e in g.last if isinstance(e, events.MakePlan)]
+    made(g, without, "p-without")
+    made(g, with_it, "p-with")
+    assert told(g, "r0") == ("p-without",)
+
+
+def test_a_plan_made_ahead_is_told_while_its_manifest_is_the_committed_one() -> None:
+    g, ahead = bound_three()
+    made(g, ahead)
+    g.do(events.RankPlacement(1, 0, "another", "l-0"))
+    g.publish("u2", manifest_id="another")
+    assert g.s.committed_manifest == "another" and told(g, "r0") == ()
+
+
+def test_a_trainer_that_closes_leaves_no_plan_made_ahead() -> None:
+    g, ahead = bound_three()
+    made(g, ahead)
+    g.call(events.CloseTransfer)
+    assert told(g, "r0") == ()

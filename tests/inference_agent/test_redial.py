@@ -34,7 +34,7 @@ class Restarting:
 
 
 @pytest.mark.parametrize(("ttl_ms", "bound"), [(400, True), (60_000, False)])
-def test_dials_again_at_least_four_times_a_ttl(ttl_ms: int, bound: bool) -> None:
+def test_dials_again_about_four_times_a_ttl(ttl_ms: int, bound: bool) -> None:
     service = Restarting(ttl_ms)
     with session_with(service.session, "r0", "i") as session:
         session.start()

@@ -70,6 +70,14 @@ def test_a_reception_is_the_same_where_the_same_bytes_come_in_the_same_buckets(o
         second.complete(bucket)
 
 
+def test_a_share_that_was_worked_out_ahead_is_the_one_that_is_used() -> None:
+    known, plan = Shares(4), planned(*full("a", "b"))
+    ahead = known.ahead(plan, MANIFEST, "a")
+    assert {"regions", "buckets", "reception"} <= vars(ahead).keys()
+    assert known.get(plan, MANIFEST, "a", KINDS, "here", lambda: TARGETS)[0] is ahead
+    assert known.ahead(plan, MANIFEST, "a") is ahead is not known.ahead(plan, MANIFEST, "b")
+
+
 def test_other_memory_another_member_or_kind_of_device_has_a_sink_of_its_own() -> None:
     known, plan = Shares(9), planned(*full("a", "b"))
     asked: list[tuple[str, frozenset[str], str]] = [

@@ -75,12 +75,13 @@ def test_what_is_left_is_a_distribution_of_the_likeliest(values: list[float], sa
 
 @settings(max_examples=300)
 @given(
-    st.lists(st.sampled_from([k / 8 for k in range(-24, 25)]), min_size=2, max_size=12),
-    st.lists(st.floats(-1e-5, 1e-5), min_size=12, max_size=12),
+    st.lists(st.sampled_from([k / 8 for k in range(-24, 25)]), min_size=2, max_size=12, unique=True),
+    st.lists(st.floats(-1e-5, 1e-5), min_size=13, max_size=13),
     st.builds(Sampling, st.floats(0.5, 2), st.integers(0, 8), st.sampled_from([0.5, 0.75, 0.9, 1.0])),
 )
 def test_rounding_at_a_border_is_no_difference(values: list[float], rounding: list[float], sampling: Sampling) -> None:
-    """Equal logits on one side, of which rounding makes an order on the other."""
+    """Two equal logits on one side, of which rounding makes an order on the other."""
+    values = [*values, values[0]]
     trainer = torch.tensor([values])
     engine = trainer + torch.tensor([rounding[: len(values)]])
     for i in truncated(engine, sampling)[0].isfinite().nonzero().flatten():
@@ -111,8 +112,17 @@ def test_what_is_served_decides_nothing_where_no_border_is_near() -> None:
         for served in (alone.item() + 0.01, -5.0, -9999.0, math.nan, -math.inf):
             found = processed_logprobs(logits, token, sampling, torch.tensor([served]))
             assert found.item() == pytest.approx(alone.item(), abs=1e-6), (sampling, served)
-    outside = processed_logprobs(logits, torch.tensor([0]), Sampling(1, top_k=2), torch.tensor([-2.0]))
-    assert outside.item() == -math.inf, "a token far outside stays so, whatever the engine says"
+    for served in (-2.0, -math.inf):
+        outside = processed_logprobs(logits, torch.tensor([0]), Sampling(1, top_k=2), torch.tensor([served]))
+        assert outside.item() == -math.inf, "a token far outside stays so, whatever the engine says"
+    for i in (1, 2):  # one of which is dropped
+        alone = processed_logprobs(logs([0.4, 0.3, 0.3]), torch.tensor([i]), Sampling(1, 0, 0.6))
+        found = processed_logprobs(logs([0.4, 0.3, 0.3]), torch.tensor([i]), Sampling(1, 0, 0.6), alone)
+        assert found.item() == alone.item(), "agreement, also that it cannot be sampled, is agreement"
+    for temperature in (1e-4, 5e-3):
+        right = processed_logprobs(logits, token, Sampling(temperature, 0, 0.6))
+        found = processed_logprobs(logits, token, Sampling(temperature, 0, 0.6), torch.tensor([-0.4]))
+        assert found.item() == right.item() == 0, "rounding is no excuse where all that is left is one token"
 
 
 def test_prompts_come_from_the_seed_and_share_a_beginning() -> None:

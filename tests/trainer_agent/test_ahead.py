@@ -120,8 +120,8 @@ def test_what_is_fetched_ahead_in_vain_is_the_publishs_to_fetch(
     with monkeypatch.context() as m, caplog.at_level(logging.INFO):
         m.setattr(pages, "plan_page", refuses)
         f.replica("late", TorchModuleEngine(model(3)))
-        for who in ("replica r0: the next update's plan", "replica late: the next update's plan", "not bound ahead"):
-            eventually(partial(said, caplog, who), what=who)
+        for who in ("replica r0: the next update's plan", "replica late: the next update's plan", "a plan"):
+            eventually(partial(said, caplog, f"{who} is not fetched ahead"), what=who)
     assert len(publisher.publish(2).replicas) == 2
 
 

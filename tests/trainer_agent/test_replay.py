@@ -209,6 +209,9 @@ def test_a_channel_in_the_place_of_another_sends_what_was_found_for_that() -> No
     trainer.publish()
     assert Untouched.asked == asked + 1, "memory that changed meanwhile is found"
     trainer.check(values)
+    trainer.publish(full_placement("third/0", trainer.source.manifest()))
+    assert Untouched.asked == asked + 1, "another plan of the same channel, of the same bytes"
+    trainer.check(values)
 
 
 def test_a_channel_with_other_buckets_follows_none() -> None:

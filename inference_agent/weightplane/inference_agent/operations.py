@@ -45,7 +45,7 @@ log = logging.getLogger("weightplane.inference_agent")
 WITH_VOTE = 32 << 10
 
 _KEPT = 4  # plans and sinks remembered
-_AHEAD_S = 5.0  # for what is fetched before it is asked for
+_AHEAD_S = 2.0  # for what is fetched before it is asked for
 _DRAIN_S = 5.0  # an aborted transfer leaves within one; after this it is left behind
 _HEARSAY_S = 0.5  # a sender that is gone did not go by our fault: the coordinator's word of the cause is waited for
 
@@ -159,13 +159,19 @@ class Operations:
         end = time.monotonic() + _AHEAD_S
         try:
             for plan_id in plans:
-                if not over() and self._plans.get(plan_id) is None:
-                    manifest = self._placing.manifest(manifest_id, end, over)
-                    self._plans.keep(plan_id, self._calls.plan(plan_id, manifest, end, over))
+                if over() or self._plans.get(plan_id) is not None:
+                    continue
+                manifest = self._placing.manifest(manifest_id, end, over)
+                plan = self._calls.plan(plan_id, manifest, end, over)
+                self._plans.keep(plan_id, plan)
+                for member in self.members:
+                    self._shares.ahead(plan, manifest, member)
         except Abandoned:
             return
-        except (CallFailed, PlanError, ValueError) as e:  # the last two: what came is not what its id says
-            log.info("replica %s: the next update's plan is not fetched ahead: %s", self._replica_id, e)
+        except Exception as e:
+            known = isinstance(e, CallFailed | PlanError)
+            text = "replica %s: the next update's plan is not fetched ahead: %s"
+            log.info(text, self._replica_id, e, exc_info=None if known else e)
 
     def _moved(self) -> None:
         """What is known of the old memory would keep it."""

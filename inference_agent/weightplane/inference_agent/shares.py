@@ -23,7 +23,16 @@ class Shares:
     """
 
     def __init__(self, limit: int) -> None:
-        self._shares, self._sinks = Newest(limit), Newest(limit)
+        self._plans, self._shares, self._sinks = Newest(limit), Newest(limit), Newest(limit)
+
+    def ahead(self, plan: Plan, manifest: Manifest, member: str) -> WorkerPlan:
+        """A worker's share, worked out, if it is none yet; what memory it goes to is not asked."""
+        share: WorkerPlan | None = self._plans.get((plan.id, member))
+        if share is None:
+            share = WorkerPlan(plan, manifest, member)
+            assert share.reception  # it asks for the regions and buckets too
+            self._plans.keep((plan.id, member), share)
+        return share
 
     def get(
         self,
@@ -37,7 +46,7 @@ class Shares:
         """``where`` names the memory that ``targets`` gives: equal while that stays. ``kinds``: as for ``Sink``."""
         key = (plan.id, member, kinds, where)
         if key not in self._shares:
-            share = WorkerPlan(plan, manifest, member)
+            share = self.ahead(plan, manifest, member)
             at = (share.reception, member, kinds, where)
             if at not in self._sinks:
                 self._sinks.keep(at, Sink(share, targets(), kinds))
@@ -46,6 +55,6 @@ class Shares:
         return found
 
     def clear(self) -> None:
-        """The memory is another, or is to be let go."""
+        """The memory is another, or is to be let go. Shares of plans alone stay."""
         self._shares.clear()
         self._sinks.clear()

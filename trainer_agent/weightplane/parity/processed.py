@@ -6,7 +6,8 @@ while their sum is at most ``1 - top_p``, the likeliest never; then the logarith
 
 Where a logit, or a sum, lies within rounding of its border, one side keeps a token that the other drops, and all others
 differ by that token's share, which may be a hundred times what rounding does elsewhere. Both are right, and
-``processed_logprobs`` gives the value that is nearest to what was ``served``.
+``processed_logprobs`` gives the value that is nearest to what was ``served``. So too among logits that are equal on one
+side: the other's rounding may put them in an order, of which top-k then keeps the first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = ["GREEDY_BELOW", "processed_logprobs", "truncated"]
 GREEDY_BELOW = 1e-5
 #: Logits at temperature 1 that differ by less may change places: float32's bound of 99 in 100 (``thresholds``).
 _SLACK = 1e-4
+_MOST_SLACK = 0.01  # below a temperature of 0.01 rounding may move a border anywhere: it is left where it was computed
 
 
 def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -64,22 +66,22 @@ def processed_logprobs(logits: Tensor, tokens: Tensor, sampling: Sampling, serve
     at = tokens.unsqueeze(-1)
     logs = left.log_softmax(dim=-1).gather(-1, at).squeeze(-1)
     filtered = 0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1
-    if served is None or not filtered or sampling.temperature < GREEDY_BELOW:
+    slack = _SLACK / min(max(sampling.temperature, GREEDY_BELOW), 1.0)
+    if served is None or not filtered or slack > _MOST_SLACK:
         return logs
-    scaled = logits.to(torch.float32) / sampling.temperature
+    scaled, served = logits.to(torch.float32) / sampling.temperature, served.to(logs.device)
     ordered, own = scaled.sort(dim=-1, descending=True).values, scaled.gather(-1, at).squeeze(-1)
-    found = torch.stack([logs, *(_at_border(ordered, own, sampling, wide) for wide in (False, True))])
-    off = (found - served.to(logs.device)).abs().nan_to_num(nan=torch.inf)
+    found = torch.stack([logs, *(_at_border(ordered, own, sampling, slack, wide) for wide in (False, True))])
+    off = torch.where(found == served, 0.0, (found - served).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
     # The first of equals: as computed, unless another is nearer.
     return found.gather(0, off.argmin(dim=0, keepdim=True)).squeeze(0)
 
 
-def _at_border(ordered: Tensor, own: Tensor, sampling: Sampling, wide: bool) -> Tensor:
+def _at_border(ordered: Tensor, own: Tensor, sampling: Sampling, slack: float, wide: bool) -> Tensor:
     """Log-probabilities of tokens of logits ``own`` ``[t]`` if what lies at a border is kept (``wide``), or dropped.
 
     ``ordered``: all logits over the temperature, ``[t, vocab]``, the greatest first.
     """
-    slack = _SLACK / min(sampling.temperature, 1.0)
     kept = torch.ones_like(ordered, dtype=torch.bool)
     if 0 < sampling.top_k < ordered.shape[-1]:
         kept[:, sampling.top_k :] = False

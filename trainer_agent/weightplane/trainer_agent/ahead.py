@@ -35,6 +35,7 @@ class BindAhead:
         self._hold, self._busy = hold, busy
         self._wanted = False
         self._plans: tuple[str, ...] = ()
+        self._tried: tuple[str, ...] = ()  # whatever became of them
         self._stop = Stop()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -44,7 +45,7 @@ class BindAhead:
     def _hear(self, message: agent_pb2.DesiredTrainer) -> None:
         with self._lock:
             self._wanted = message.rebind
-            self._plans = tuple(p for p in message.plans_ahead if p not in self._hold.plans)
+            self._plans = tuple(p for p in message.plans_ahead if p not in self._tried)
         self.begin()
 
     def begin(self) -> None:
@@ -67,7 +68,7 @@ class BindAhead:
             try:
                 with self._lock:  # each is wanted once, until the coordinator says so again
                     wanted, plans = self._wanted and self._hold.bound, self._plans
-                    self._wanted, self._plans = False, ()
+                    self._wanted, self._plans, self._tried = False, (), plans or self._tried
                 self._prepare(wanted, plans)
             finally:
                 self._busy.release()
@@ -86,10 +87,13 @@ class BindAhead:
                     torch.cuda.set_device(hold.device)  # this thread's, which is told to the coordinator
                 hold.bind(end, self._stop)
                 hold.pool.reopen()
-            for plan_id in plans:
-                hold.fetch(plan_id, end, self._stop)
-        except (RpcRefused, Unanswered, PublisherClosed, TransportError, PlanError) as e:
+        except (RpcRefused, Unanswered, PublisherClosed, TransportError) as e:
             log.info("group %s: not bound ahead of the next publish: %s", hold.group, e)
+        for plan_id in plans:
+            try:
+                hold.fetch(plan_id, end, self._stop)
+            except (RpcRefused, Unanswered, PublisherClosed, PlanError) as e:  # PlanError: of another manifest
+                log.info("group %s: a plan is not fetched ahead of the next publish: %s", hold.group, e)
 
     def close(self) -> None:
         """Give up what is under way; nothing is begun any more."""

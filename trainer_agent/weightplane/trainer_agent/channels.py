@@ -86,6 +86,7 @@ class ChannelPool:
         """Open what takes the place of channels that were open. Raises as ``open``, which then raises again."""
         with self._lock:
             wanted = [b.channel_id for b in self._bindings.values() if b.transport in self._replaced]
+            self._replaced = set()
         for channel_id in wanted:
             self.open(channel_id)
 
@@ -115,13 +116,16 @@ class ChannelPool:
         """Let go of all memory of the source that is kept for the next update. Between updates."""
         with self._lock:
             opened = list(self._open.values())
-        self.former.clear()
-        forget(o.channel for o in opened)
+        self._let_go(opened)
         for o in opened:
             try:
                 o.channel.flush()  # nothing is on its way: it lets go of what only the channel holds
             except TransportError as e:
                 log.debug("channel %s: %s", o.spec.channel_id, e)
+
+    def _let_go(self, opened: Iterable[OpenChannel]) -> None:
+        self.former, self._replaced = [], set()
+        forget(o.channel for o in opened)
 
     def abort(self, channel_ids: Iterable[str], reason: str) -> None:
         """Abort and never use again. Any thread; returns at once."""
@@ -134,7 +138,6 @@ class ChannelPool:
         """Close all."""
         with self._lock:
             opened, self._open, self._bindings = list(self._open.values()), {}, {}
-        self.former.clear()
-        forget(o.channel for o in opened)
+        self._let_go(opened)
         for o in opened:
             o.channel.close()

@@ -83,7 +83,7 @@ class ChannelReplay:
         return (self.manifest.id, self.member, pieces, buckets)
 
     def follow(self, former: ChannelReplay) -> bool:
-        """Take over what ``former``, whose channel is closed, had found of the same bytes. False: they are others."""
+        """Take over what ``former`` had found of the same bytes. False: they are others."""
         if former.emission != self.emission:
             return False
         self.live, self._spans = dict(former.live), dict(former._spans)
@@ -146,14 +146,15 @@ def watch(source: Source) -> MemoryWatch | None:
 def of_channel(
     channel: SendChannel, plan: Plan, manifest: Manifest, member: str, former: Iterable[ChannelReplay] = ()
 ) -> ChannelReplay:
-    """What is known of a plan on a channel; it lives as long as the channel does. ``former``: of channels that were
-    closed, to begin with."""
+    """What is known of a plan on a channel; it lives as long as the channel does. It begins with what was found of the
+    same bytes for another plan, or for one of ``former``, whose channels are closed."""
     with _lock:
         known = _channels.setdefault(channel, OrderedDict())
         found = known.get(plan.id)
         if found is None:
-            found = known[plan.id] = ChannelReplay(plan, manifest, member)
-            any(found.follow(f) for f in former)
+            found = ChannelReplay(plan, manifest, member)
+            any(found.follow(f) for f in (*reversed(known.values()), *former))
+            known[plan.id] = found
             while len(known) > _KEPT:
                 known.popitem(last=False)
         known.move_to_end(plan.id)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .catching import holds_back, owns, serves
 from .group_state import GroupState
 from .model import Channel, Held, Replica, SleepOrder
+from .planning import plans_ahead
 from .progress import covered, gate_open
 from .reasons import Failure
 from .states import CachePolicy, Mode, PauseMode, Phase, Stage, Verify
@@ -161,12 +162,8 @@ def desired_replica(state: GroupState, replica_id: str, now: float) -> DesiredRe
         r.sleep,
         serve_orders(state, replica_id) if state.catch_ups else (),
         state.committed_manifest,
-        _plans_ahead(state, replica_id),
+        plans_ahead(state).of.get(replica_id, ()),
     )
-
-
-def _plans_ahead(state: GroupState, replica_id: str) -> tuple[str, ...]:
-    return state.trainer.ahead.of.get(replica_id, ()) if state.trainer is not None else ()
 
 
 def likeness(state: GroupState, replica_id: str) -> tuple[object, ...] | None:
@@ -187,7 +184,7 @@ def likeness(state: GroupState, replica_id: str) -> tuple[object, ...] | None:
         state.epoch,
         state.cluster_id,
         tuple(sorted(r.pauses_wanted.items())),
-        _plans_ahead(state, replica_id),
+        plans_ahead(state).of.get(replica_id, ()),
     )
     part = u.parts.get(replica_id) if u is not None else None
     if u is None or part is None or part.incarnation != r.incarnation or not u.frozen:

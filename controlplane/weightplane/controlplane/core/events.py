@@ -310,12 +310,13 @@ class CallGone:
 
 @dataclass(frozen=True)
 class PlanMade:
-    """A channel's plan is ready, or cannot be made."""
+    """A channel's plan is ready, or cannot be made. ``ahead``: as it was asked for."""
 
     update_id: str
     channel_id: str
     summary: PlanSummary | None
     failure: Failure | None = None
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -406,7 +407,8 @@ class PushTrainers:
 class MakePlan:
     """Make the plan of one channel; answer with ``PlanMade``. Placement ids are in member order.
 
-    ``update_id`` empty: nobody waits for the answer; whoever asks for the same later should find it made.
+    ``update_id`` empty: made ahead of an update, which asks for the same and should find it made; ``ahead`` numbers
+    such requests.
     """
 
     update_id: str
@@ -415,6 +417,7 @@ class MakePlan:
     senders: tuple[tuple[str, str], ...]
     receivers: tuple[tuple[str, str], ...]
     bucket_bytes: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True)

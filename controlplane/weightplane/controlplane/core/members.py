@@ -231,6 +231,7 @@ def leave(tx: Tx, e: Leave) -> None:
     tx.put_replica(replace(r, admin=Admin.LEAVING))
     tx.push_trainers()
     tx.say(f"replica {r.replica_id} is LEAVING")
+    plan_ahead(tx)
     u = tx.state.open
     part = u.parts.get(r.replica_id) if u is not None else None
     if u is not None and part is not None and not part.voted and u.phase is not Phase.COMMITTED:

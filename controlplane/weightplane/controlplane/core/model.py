@@ -292,8 +292,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Plans that were made before an update asks for them: by channel, and by the replicas at its end."""
+    """Plans of a manifest that are made before an update asks for them. ``asked``: by channel, the number of the last
+    request, of ``last`` so far; ``plans`` by channel; ``of``: the same by the replicas at its end."""
 
+    manifest_id: str = ""
+    last: int = 0
+    asked: Mapping[str, int] = field(default_factory=dict)
     plans: Mapping[str, str] = field(default_factory=dict)
     of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -6,10 +6,11 @@ from collections.abc import Collection
 
 from .events import MakePlan, PlanMade
 from .evolve import replace
+from .group_state import GroupState
 from .model import Ahead, Channel, Trainer
 from .tx import Tx
 
-__all__ = ["asked", "made_ahead", "plan_ahead"]
+__all__ = ["asked", "made_ahead", "plan_ahead", "plans_ahead"]
 
 
 def asked(tx: Tx, t: Trainer, c: Channel, manifest_id: str, taking: Collection[str], update_id: str) -> MakePlan:
@@ -31,32 +32,42 @@ def plan_ahead(tx: Tx) -> None:
     if s.open is not None or t is None or len(t.placements.get(manifest_id, {})) != t.world_size:
         return
     able = {(r.replica_id, r.incarnation) for r in s.replicas.values() if not may_join(r, tx.now)}
+    a = t.ahead if t.ahead.manifest_id == manifest_id else Ahead(manifest_id, t.ahead.last)
     for c in t.channels:
         taking = {rid for rid, life in c.replicas if (rid, life) in able}  # who left is bound until its lease is over
         if taking and all(_layout(tx, m, manifest_id) for m in c.receivers if _replica(m) in taking):
-            tx.effects.append(asked(tx, t, c, manifest_id, taking, ""))
+            a = replace(a, last=a.last + 1, asked={**a.asked, c.channel_id: a.last + 1})
+            tx.effects.append(replace(asked(tx, t, c, manifest_id, taking, ""), ahead=a.last))
+    tx.put_trainer(replace(t, ahead=a))
 
 
 def made_ahead(tx: Tx, e: PlanMade) -> None:
     """Those who will need such a plan are told of it, while there is time to fetch it."""
     t = tx.state.trainer
-    channels = {c.channel_id: c for c in t.channels} if t is not None else {}
-    if t is None or e.channel_id not in channels or e.summary is None or tx.state.open is not None:
-        tx.quietly("a plan that was made ahead, too late or not at all")
+    if t is None or tx.state.open is not None or t.ahead.asked.get(e.channel_id) != e.ahead:
+        tx.quietly("a plan that was made ahead, too late")
         return
-    made = {**t.ahead.plans, e.channel_id: e.summary.plan_id}
-    plans = {c: p for c, p in made.items() if c in channels}
-    if plans == t.ahead.plans:
+    if e.summary is None:
+        tx.say(f"the plan of channel {e.channel_id} cannot be made ahead of an update: {e.failure}")
+        return
+    if t.ahead.plans.get(e.channel_id) == e.summary.plan_id:
         tx.quietly("a plan that was made ahead again")
         return
+    plans = {**t.ahead.plans, e.channel_id: e.summary.plan_id}
     of: dict[str, tuple[str, ...]] = {}
-    for channel_id, plan_id in plans.items():
-        for replica_id, _ in channels[channel_id].replicas:
-            of[replica_id] = (*of.get(replica_id, ()), plan_id)
-    tx.put_trainer(replace(t, ahead=Ahead(plans, of)))
-    tx.push(r for r, _ in channels[e.channel_id].replicas)
+    for c in t.channels:
+        for replica_id, _ in c.replicas if c.channel_id in plans else ():
+            of[replica_id] = (*of.get(replica_id, ()), plans[c.channel_id])
+    tx.put_trainer(replace(t, ahead=replace(t.ahead, plans=plans, of=of)))
+    tx.push(r for c in t.channels if c.channel_id == e.channel_id for r, _ in c.replicas)
     tx.push_trainers()
     tx.say(f"the plan of channel {e.channel_id} is made ahead of an update")
+
+
+def plans_ahead(state: GroupState) -> Ahead:
+    """Those of the committed manifest that were made ahead of its next update."""
+    t = state.trainer
+    return t.ahead if t is not None and t.ahead.manifest_id == state.committed_manifest else Ahead()
 
 
 def _replica(member: str) -> str:

@@ -176,7 +176,7 @@ def maybe_bind(tx: Tx) -> None:
     outside = dict.fromkeys(t.without, "the last update went without it")
     outside.update((r.replica_id, why) for r in ready if (why := may_join(r, tx.now)))
     channels, choices = negotiate.bind(t.ranks, ready, t.forced_transport, t.bucket_bytes, t.channels, t.seed, outside)
-    tx.put_trainer(replace(t, channels=channels, choices=choices, waiters=(), ahead=Ahead()))
+    tx.put_trainer(replace(t, channels=channels, choices=choices, waiters=(), ahead=Ahead(last=t.ahead.last)))
     for w in t.waiters:
         tx.reply(w.call_id)
     lost = negotiate.out_of_reach(choices)
@@ -268,7 +268,8 @@ def close(tx: Tx, e: CloseTransfer) -> None:
         return
     for w in t.waiters:
         tx.reply(w.call_id, Failure(Reason.ABORTED_BY_CALLER, f"rank {e.rank} closed the transfer"))
-    tx.put_trainer(replace(t, closed=True, channels=(), waiters=(), ranks={}))  # first: what waits must find it closed
+    # First: what waits must find it closed.
+    tx.put_trainer(replace(t, closed=True, channels=(), waiters=(), ranks={}, ahead=Ahead()))
     u = tx.state.open
     if u is not None and u.generation == t.generation:
         ending.abort(tx, u, Failure(Reason.ABORTED_BY_CALLER, f"rank {e.rank} closed the transfer", f"rank/{e.rank}"))

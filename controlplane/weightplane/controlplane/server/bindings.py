@@ -10,6 +10,7 @@ from weightplane.controlplane.core.group_state import GroupState
 from weightplane.controlplane.core.members import may_join
 from weightplane.controlplane.core.model import Channel, Choice, Policy, Replica, Trainer
 from weightplane.controlplane.core.negotiate import out_of_reach
+from weightplane.controlplane.core.planning import plans_ahead
 from weightplane.controlplane.core.states import PauseMode
 from weightplane.v1 import agent_pb2, transport_pb2
 from weightplane.v1 import weight_transfer_pb2 as wt
@@ -85,7 +86,7 @@ def desired_trainer(state: GroupState, generation: int, revision: int, now: floa
             message.calls.extend(armed_calls(u))
     if t is not None and not fenced:
         message.rebind = needs_rebind(state, t, now)
-        message.plans_ahead.extend(t.ahead.plans.values())
+        message.plans_ahead.extend(plans_ahead(state).plans.values())
         message.serve.extend(_serve(order) for order in core_desired.serve_orders(state, ""))
     return message
 

@@ -267,13 +267,13 @@ class Group:
     def _make_plan(self, e: MakePlan) -> None:
         async def make() -> None:
             try:
-                event = PlanMade(e.update_id, e.channel_id, await self.artifacts.make_plan(e))
+                event = PlanMade(e.update_id, e.channel_id, await self.artifacts.make_plan(e), ahead=e.ahead)
             except PlanError as error:
                 failure = Failure(Reason.PLACEMENT_MISMATCH, str(error))
-                event = PlanMade(e.update_id, e.channel_id, None, failure)
+                event = PlanMade(e.update_id, e.channel_id, None, failure, e.ahead)
             self.submit(event)
 
-        self._background(make(), lambda why: PlanMade(e.update_id, e.channel_id, None, why))
+        self._background(make(), lambda why: PlanMade(e.update_id, e.channel_id, None, why, e.ahead))
 
     def _compare(self, e: Compare) -> None:
         past = self.state.history.get(e.against)
