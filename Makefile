@@ -133,7 +133,7 @@ demo-vllm: $(VLLM_VENV)/.stamp ## the same with two real vLLM servers on CPU; le
 fuzz: $(VENV)/.stamp ## send 200,000 mutated messages to each service, and junk to every port (ARGS: --messages, --seed)
 	$(VENV)/bin/python -m tests.security.fuzz $(ARGS)
 
-# All leave JSON in .bench/ and write docs/faults.md from what is there, whatever the exit status.
+# All leave JSON in .bench/ and write their part of docs/faults.md, whatever the exit status.
 FAULTS_MD := $(VENV)/bin/python -m tests.faults.report .bench/chaos.json .bench/chaos-vllm.json .bench/chaos-card.json .bench/soak.json docs/faults.md
 
 chaos: $(VENV)/.stamp $(VENV)/.nixl ## every fault in every phase on every transport (ARGS: --seed, --minutes, --wires, --only)

@@ -1,4 +1,4 @@
-"""``docs/faults.md`` from the results of the matrix and of the soak.
+"""``docs/faults.md`` from the results of the matrix and of the soak. A part with a new one is made anew, others stay.
 
 ``python -m tests.faults.report CHAOS.json CHAOS-VLLM.json CHAOS-CARD.json SOAK.json OUT.md``
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,57 +103,89 @@ def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: (r["fault"], r["member"], r["phase"], r["mode"], r["transport"], r["ranks"]))
 
 
-def render(
-    chaos: dict[str, Any], vllm: dict[str, Any] | None, card: dict[str, Any] | None, soak: dict[str, Any] | None
-) -> str:
-    rows = _sorted(chaos["rows"])
+def _rows(found: dict[str, Any]) -> list[str]:
+    rows = _sorted(found["rows"])
+    lines = ["", *_table(rows), ""]
+    broken = [r for r in rows if r["violations"]]
+    if broken:
+        lines += ["Violations:", ""]
+        lines += [
+            f"- {r['case']} ({r['transport']}, {r['ranks']}): {_cell('; '.join(r['violations'])[:600])}" for r in broken
+        ]
+        lines.append("")
+    return lines
+
+
+def _count(found: dict[str, Any]) -> str:
+    rows = found["rows"]
     violations = sum(bool(r["violations"]) for r in rows)
+    return f"**{len(rows)} faults, {violations} violations** in {found['wall_s'] / 60:.1f} min"
+
+
+def _matrix(chaos: dict[str, Any]) -> dict[str, list[str]]:
+    rows = chaos["rows"]
     wires = Counter(f"{r['transport']}, {r['ranks']} rank{'s' * (r['ranks'] > 1)}" for r in rows)
-    lines = ["# Faults", "", f"{_head(chaos)}, TTL {chaos['ttl_s']} s.", ""]
     spread = "; ".join(f"{w}: {n}" for w, n in sorted(wires.items()))
-    lines += [f"**{len(rows)} faults, {violations} violations** in {chaos['wall_s'] / 60:.1f} min ({spread}).", ""]
+    lines = ["", f"{_head(chaos)}, TTL {chaos['ttl_s']} s.", "", f"{_count(chaos)} ({spread}).", ""]
     for what, why in chaos["skipped"].items():
         lines.append(f"Not run: {what}: {why}.")
     if chaos["runs"] > 1:
         lines.append(_runs(chaos))
     if chaos["left"]:
         lines.append(f"Left out for lack of time: {chaos['left']} of {chaos['left'] + len(rows)}.")
-    lines += ["", _ABOUT, ""]
-    if soak is not None:
-        lines += ["## Soak", "", _head(soak) + ".", "", f"`{soak['summary']}`", ""]
-    lines += ["## Matrix", "", *_table(rows), ""]
-    if card is None:
-        lines += ["## On a card", "", _NO_CARD, ""]
-    for found, title, about in ((card, "On a card", _CARD), (vllm, "With a real vLLM", _VLLM)):
-        if found is None:
-            continue
-        theirs = _sorted(found["rows"])
-        violations = sum(bool(r["violations"]) for r in theirs)
-        count = f"**{len(theirs)} faults, {violations} violations** in {found['wall_s'] / 60:.1f} min."
-        if found.get("runs", 1) > 1:
-            count += " " + _runs(found)
-        lines += [f"## {title}", "", f"{_head(found)}.", "", count, "", about, "", *_table(theirs), ""]
-        rows += theirs
-    broken = [r for r in rows if r["violations"]]
-    if broken:
-        lines += ["## Violations", ""]
-        lines += [
-            f"- {r['case']} ({r['transport']}, {r['ranks']}): {_cell('; '.join(r['violations'])[:600])}" for r in broken
-        ]
-        lines.append("")
-    return "\n".join(lines)
+    return {"# Faults": [*lines, "", _ABOUT, ""], "## Matrix": _rows(chaos)}
+
+
+def _beside(title: str, about: str, found: dict[str, Any]) -> dict[str, list[str]]:
+    count = _count(found) + "."
+    if found.get("runs", 1) > 1:
+        count += " " + _runs(found)
+    return {title: ["", f"{_head(found)}.", "", count, "", about, *_rows(found)]}
+
+
+def _soak(soak: dict[str, Any]) -> dict[str, list[str]]:
+    return {"## Soak": ["", _head(soak) + ".", "", f"`{soak['summary']}`", ""]}
+
+
+#: Titles in order, and what a part says that nobody has run.
+_TITLES = {"# Faults": "", "## Soak": "", "## Matrix": "", "## On a card": _NO_CARD, "## With a real vLLM": ""}
+
+
+def render(results: Mapping[str, dict[str, Any]], before: str) -> str:
+    """The page with these results (chaos, vllm, card, soak) in the place of what ``before`` says of the same."""
+    parts: dict[str, list[str]] = {}
+    for line in before.splitlines():
+        if line in _TITLES:
+            parts[line] = []
+        elif parts:
+            next(reversed(parts.values())).append(line)
+    write: dict[str, Callable[[dict[str, Any]], dict[str, list[str]]]] = {
+        "chaos": _matrix,
+        "vllm": partial(_beside, "## With a real vLLM", _VLLM),
+        "card": partial(_beside, "## On a card", _CARD),
+        "soak": _soak,
+    }
+    for name, found in results.items():
+        parts |= write[name](found)
+    lines: list[str] = []
+    for title, nothing in _TITLES.items():
+        if title in parts or nothing:
+            lines += [title, *parts.get(title, ["", nothing, ""])]
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def main() -> None:
-    chaos, vllm, card, soak, out = map(Path, sys.argv[1:])
-    if not chaos.exists():
-        print(f"{out} is left as it is: there is no {chaos} (make chaos)")
-        return
-    found = {p: json.loads(p.read_text()) for p in (chaos, vllm, card, soak) if p.exists()}
-    if parts := [f"{p} has a part alone ({f['part']})" for p, f in found.items() if p != card and f.get("part")]:
-        print(f"{out} is left as it is: {'; '.join(parts)}. make chaos ARGS='… --merge' adds to what was run before")
-        return
-    out.write_text(render(found[chaos], found.get(vllm), found.get(card), found.get(soak)), encoding="utf-8")
+    *given, out = map(Path, sys.argv[1:])
+    results: dict[str, dict[str, Any]] = {}
+    for name, path in zip(("chaos", "vllm", "card", "soak"), given, strict=True):
+        if path.exists():
+            results[name] = json.loads(path.read_text())
+    for name in [n for n, found in results.items() if n != "card" and found.get("part")]:
+        part = results.pop(name)["part"]
+        print(f"{out}: {name} stays as it is: it has a part alone ({part}). make chaos ARGS='… --merge' adds to a run")
+    before = out.read_text(encoding="utf-8") if out.exists() else ""
+    if results and ("chaos" in results or before):
+        out.write_text(render(results, before), encoding="utf-8")
 
 
 if __name__ == "__main__":

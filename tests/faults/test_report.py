@@ -41,7 +41,24 @@ def test_a_whole_run_is_published_and_a_part_of_one_is_not(
 def test_a_short_soak_is_not_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     soak: dict[str, Any] = {"part": "50 publishes"}
     (tmp_path / "soak").write_text(json.dumps(soak))
-    assert run(monkeypatch, tmp_path) == "as published"
+    page = run(monkeypatch, tmp_path)
+    assert page.startswith("# Faults") and "## Soak" not in page
+
+
+def test_what_has_no_new_result_stays_as_it_was_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = run(monkeypatch, tmp_path)
+    out, soak = tmp_path / "faults.md", tmp_path / "soak"
+    machine = json.loads((tmp_path / "chaos.json").read_text())["machine"]
+    about = {"machine": machine, "date": "2026-12-01", "commit": "abc", "summary": "2 publishes"}
+    soak.write_text(json.dumps(about))
+    monkeypatch.setattr(
+        sys, "argv", ["report", *(str(tmp_path / n) for n in ("gone", "gone", "gone")), str(soak), str(out)]
+    )
+    report.main()
+    again = out.read_text()
+    assert "`2 publishes`" in again and again.index("## Soak") < again.index("## Matrix")
+    begin, end = again.index("## Soak"), again.index("## Matrix")
+    assert again[:begin] + again[end:] == page
 
 
 def test_what_a_card_showed_has_a_part_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

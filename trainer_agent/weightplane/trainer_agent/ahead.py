@@ -34,8 +34,8 @@ class BindAhead:
     def __init__(self, hold: Hold, busy: threading.Lock) -> None:
         self._hold, self._busy = hold, busy
         self._wanted = False
-        self._plans: tuple[str, ...] = ()
-        self._tried: tuple[str, ...] = ()  # whatever became of them
+        self._plans: frozenset[str] = frozenset()  # as said last
+        self._tried: frozenset[str] = frozenset()  # whatever became of them
         self._stop = Stop()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -44,8 +44,7 @@ class BindAhead:
 
     def _hear(self, message: agent_pb2.DesiredTrainer) -> None:
         with self._lock:
-            self._wanted = message.rebind
-            self._plans = tuple(p for p in message.plans_ahead if p not in self._tried)
+            self._wanted, self._plans = message.rebind, frozenset(message.plans_ahead)
         self.begin()
 
     def begin(self) -> None:
@@ -61,14 +60,14 @@ class BindAhead:
                 log.info("group %s: not bound ahead of the next publish: %s", self._hold.group, e)
 
     def _due(self) -> bool:
-        return self._stop.error is None and (self._wanted or bool(self._plans))
+        return self._stop.error is None and (self._wanted or not self._plans <= self._tried)
 
     def _run(self) -> None:
         while self._busy.acquire(blocking=False):  # else a publish binds itself, and calls ``begin`` at its end
             try:
                 with self._lock:  # each is wanted once, until the coordinator says so again
-                    wanted, plans = self._wanted and self._hold.bound, self._plans
-                    self._wanted, self._plans, self._tried = False, (), plans or self._tried
+                    wanted, plans = self._wanted and self._hold.bound, self._plans - self._tried
+                    self._wanted, self._tried = False, self._plans
                 self._prepare(wanted, plans)
             finally:
                 self._busy.release()
@@ -79,7 +78,7 @@ class BindAhead:
         with self._lock:
             self._thread = None
 
-    def _prepare(self, wanted: bool, plans: tuple[str, ...]) -> None:
+    def _prepare(self, wanted: bool, plans: frozenset[str]) -> None:
         hold, end = self._hold, time.monotonic() + _BIND_S
         try:
             if wanted:

@@ -25,17 +25,13 @@ def plan_ahead(tx: Tx) -> None:
     """Between updates: have the plans made that another update of the committed manifest would ask for, once everybody
     who is bound and may take part has said what it holds. A join then costs that update none of the time. Nobody waits
     for them; an update of other content, or without somebody, asks for its own. See ``made_ahead``."""
-    from .members import may_join  # the two halves of one machine call each other
-
     s = tx.state
     t, manifest_id = s.trainer, s.committed_manifest
     if s.open is not None or t is None or len(t.placements.get(manifest_id, {})) != t.world_size:
         return
-    able = {(r.replica_id, r.incarnation) for r in s.replicas.values() if not may_join(r, tx.now)}
     a = t.ahead if t.ahead.manifest_id == manifest_id else Ahead(manifest_id, t.ahead.last)
     for c in t.channels:
-        taking = {rid for rid, life in c.replicas if (rid, life) in able}  # who left is bound until its lease is over
-        if taking and all(_layout(tx, m, manifest_id) for m in c.receivers if _replica(m) in taking):
+        if taking := _taking(tx, c, manifest_id):
             a = replace(a, last=a.last + 1, asked={**a.asked, c.channel_id: a.last + 1})
             tx.effects.append(replace(asked(tx, t, c, manifest_id, taking, ""), ahead=a.last))
     tx.put_trainer(replace(t, ahead=a))
@@ -68,6 +64,23 @@ def plans_ahead(state: GroupState) -> Ahead:
     """Those of the committed manifest that were made ahead of its next update."""
     t = state.trainer
     return t.ahead if t is not None and t.ahead.manifest_id == state.committed_manifest else Ahead()
+
+
+def _taking(tx: Tx, c: Channel, manifest_id: str) -> set[str]:
+    """The replicas of a channel that may join an update; nobody while one of them has not said what it holds. Who left
+    is bound until its lease is over."""
+    from .members import may_join  # the two halves of one machine call each other
+
+    found: set[str] = set()
+    lives = dict(c.replicas)
+    for member in c.receivers:
+        r = tx.state.replicas.get(_replica(member))
+        if r is None or r.incarnation != lives[r.replica_id] or may_join(r, tx.now):
+            continue
+        if not _layout(tx, member, manifest_id):
+            return set()
+        found.add(r.replica_id)
+    return found
 
 
 def _replica(member: str) -> str:

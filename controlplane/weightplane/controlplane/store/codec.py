@@ -43,6 +43,7 @@ TRANSIENT: dict[type, dict[str, str]] = {
         "waiters": "callers of a former process",
         "seed": "secret, of channels that are gone",
         "without": "found again by the next StartUpdate",
+        "ahead": "of channels, which are bound anew",
         "durable": "what is stored is durable",
         "forced_transport": "said again at the next InitTransfer",
         "bucket_bytes": "said again at the next InitTransfer",
