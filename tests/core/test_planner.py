@@ -387,7 +387,9 @@ def cpu_seconds_of_full_copy(count: int) -> tuple[float, float]:
 
 @pytest.mark.alone
 def test_a_hundred_thousand_tensors_are_planned_in_seconds_and_linearly() -> None:
-    (small, _), (large, pace) = cpu_seconds_of_full_copy(25_000), cpu_seconds_of_full_copy(100_000)
+    # The least of two: what a neighbour costs comes on top of either.
+    small = min(cpu_seconds_of_full_copy(25_000)[0] for _ in range(2))
+    large, pace = (min(both) for both in zip(*(cpu_seconds_of_full_copy(100_000) for _ in range(2)), strict=True))
     assert large < 7 * pace, "some 1.4 s, where 800,000 pieces are made in 0.3"
     assert large < 10 * small, "4 times the tensors"
 
