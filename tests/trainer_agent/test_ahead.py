@@ -177,6 +177,27 @@ def test_who_came_during_a_publish_is_bound_after_it(f: Fleet) -> None:
     eventually(lambda: bound(f) == {"r0", "late"}, what="it is bound")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_one_that_died_of_what_nobody_foresaw_is_not_the_last(f: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = f.publisher(model(2), heartbeat="helper")
+    publisher.publish(1)
+    died = threading.Event()
+
+    def dies(*_: Any) -> None:
+        died.set()
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as m:
+        m.setattr(ahead.BindAhead, "_prepare", dies)
+        f.replica("late", TorchModuleEngine(model(3)))
+        assert died.wait(10)
+        eventually(
+            lambda: not any(t.name == "weightplane-bind-ahead" for t in threading.enumerate()), what="it is gone"
+        )
+    f.replica("later", TorchModuleEngine(model(3)))
+    eventually(lambda: bound(f) == {"r0", "late", "later"}, what="they are bound")
+
+
 def test_a_publisher_that_closes_waits_for_no_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, held, forever = TransferService.InitTransfer, threading.Event(), asyncio.Event()
 

@@ -50,7 +50,8 @@ class BindAhead:
     def begin(self) -> None:
         """In a thread of its own, if there is something to do and nothing is published. Returns at once."""
         with self._lock:
-            if self._thread is not None or not self._due() or self._busy.locked():
+            running = self._thread is not None and self._thread.is_alive()  # it may have died of what nobody foresaw
+            if running or not self._due() or self._busy.locked():
                 return
             self._thread = threading.Thread(target=self._run, name="weightplane-bind-ahead", daemon=True)
             try:

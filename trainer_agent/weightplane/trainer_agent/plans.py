@@ -112,9 +112,6 @@ class PlanCache:
     def __init__(self) -> None:
         self._plans: OrderedDict[str, Plan] = OrderedDict()
 
-    def __contains__(self, plan_id: str) -> bool:
-        return plan_id in self._plans
-
     def get(self, plan_id: str, manifest: Manifest, page: Callable[[int], tensor_pb2.PlanPage]) -> Plan:
         """The plan; ``page(n)`` fetches what is not here yet."""
         plan = self._plans.get(plan_id)

@@ -68,26 +68,18 @@ def listen(worker_class: type, witness: Callable[[Any], Witness | None]) -> bool
 
     def wake_up(vllm_worker: Any, call: Step, tags: Collection[str] | None = None) -> Sequence[Step]:
         w = witness(vllm_worker)
-
-        def done() -> Any:
-            assert w is not None
-            result = call()
-            w.woke_up(tags)
-            return result
-
-        return (call,) if w is None else (lambda: w.wakes_up(tags), done)
+        return (call,) if w is None else (lambda: w.wakes_up(tags), lambda: _then(call, w.woke_up, tags))
 
     def discard(vllm_worker: Any, call: Step, tags: Collection[str]) -> Sequence[Step]:
         w = witness(vllm_worker)
-
-        def done() -> Any:
-            assert w is not None
-            result = call()
-            w.discards(tags)
-            return result
-
-        return (call,) if w is None else (done,)
+        return (call,) if w is None else (lambda: _then(call, w.discards, tags),)
 
     for name, steps in (("sleep", sleep), ("wake_up", wake_up), ("discard", discard)):
         stand_in(worker_class, name, steps)
     return True
+
+
+def _then(call: Step, told: Callable[[Any], None], tags: Collection[str] | None) -> Any:
+    result = call()
+    told(tags)
+    return result
