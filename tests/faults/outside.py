@@ -39,13 +39,23 @@ class Outside:
         disks.fill(folder)
         self._heal.append(lambda: disks.free(folder))
 
+    def _fill_before_the_next_segment(self) -> None:
+        """A channel that has its segment uses it again. One that fails is bound and opened anew, by the trainer itself
+        as soon as it is idle: it finds no room, and what the publish opens then is the next."""
+        f = self.fleet
+        f.arm("r1", "replica.arm.before", 1, "raise")
+        f.arm("trainer", "trainer.open.before", 1, "wait")
+        answer = f.all_publish(f.next(), failure="raise")
+        assert answer is not None and not answer["ok"], answer
+        f.struck("trainer")
+        self._fill(f.shm)
+        f.go_on("trainer")
+
     def prepare(self) -> None:
         """What must be in place before the publish begins."""
         kind, _, method = self.case.outside.partition(":")
-        if self.case.outside == "fill:shm":  # a channel that has its segment uses it again: have the next made anew
-            self.fleet.arm("r1", "replica.arm.before", 1, "raise")
-            answer = self.fleet.all_publish(self.fleet.next(), failure="raise")
-            assert answer is not None and not answer["ok"], answer
+        if self.case.outside == "fill:shm":
+            self._fill_before_the_next_segment()
         if kind in KINDS:
             relay = self.fleet.relays["trainer" if self.case.member.startswith("trainer") else self.case.member]
             rule = Rule(method, kind, self.case.nth)

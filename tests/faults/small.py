@@ -68,8 +68,8 @@ class SmallDisks:
         assert os.statvfs(self.outside(folder)).f_bavail == 0
 
     def free(self, folder: Path) -> None:
-        """Undo ``fill``."""
-        (self.outside(folder) / _FILLER).unlink()
+        """Undo ``fill``, however often it was called."""
+        (self.outside(folder) / _FILLER).unlink(missing_ok=True)
 
     def settle(self, store: Path) -> None:
         """Empty a SQLite file's write-ahead log: what lies in it already may be written over without a free byte."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from weightplane.controlplane.failpoints import hit
 from weightplane.transports import registry
 from weightplane.transports.base import ChannelSpec, SendChannel, Transport, TransportError
 from weightplane.transports.watchdog import abort_all
@@ -109,6 +110,7 @@ class ChannelPool:
     def _make(self, b: transport_pb2.ChannelBinding) -> OpenChannel:
         spec = ChannelSpec.of(b, self._group)
         transport = registry.get(b.transport)
+        hit("trainer.open.before")
         log.debug("opening channel %s by %s to %d receiver(s)", b.channel_id, b.transport, len(spec.receivers))
         return OpenChannel(spec, self._member, transport, transport.open_sender(spec, self._member))
 
