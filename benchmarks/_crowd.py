@@ -1,8 +1,7 @@
-"""Many joiners in one process of the lowest priority: agents with engines of their own, for ``catch_up.py``."""
+"""Many joiners in one process: agents with engines of their own, for ``catch_up.py``."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,11 +19,9 @@ from weightplane.transports import registry
 
 
 class Crowd:
-    """Takes commands (see ``_process``). Every join is under names of its own."""
+    """Takes commands (see ``_process``)."""
 
     def __init__(self) -> None:
-        os.nice(19)
-        self._joined = 0
         self._agents: list[InferenceAgent] = []
 
     def start(self, name: str, count: int) -> None:
@@ -37,16 +34,10 @@ class Crowd:
                 p.data.zero_()
             self._engines.append(TorchModuleEngine(module))
 
-    def join(self, address: str, group: str, transport: str, count: int) -> list[str]:
-        """So many of them, at once; their names."""
-        names: list[str] = []
-        for engine in self._engines[:count]:
-            self._joined += 1
-            name = f"joins-{self._joined}"
-            names.append(name)
+    def join(self, address: str, group: str, transport: str, names: list[str]) -> None:
+        """One agent of each name, at once."""
+        for name, engine in zip(names, self._engines, strict=False):
             self._agents.append(InferenceAgent(address, group, name, engine, transports=[transport]).start())
-
-        return names
 
     def leave(self) -> None:
         """All of them, in good order; new engines take their places, which hold nothing."""

@@ -1,10 +1,11 @@
 """What catch-up costs: how long one joiner takes, and what fifty at once do to the publishes of the others.
 
 Two replicas stay, one of them retains what is committed in memory; the joiners are agents with engines of their own in
-one more process, which runs at the lowest priority: on real hosts their work is not the trainer's. **Alone**: from a
+one more process, which runs (with the helper of each) only where nobody else wants a core: on real hosts their work is
+not the trainer's. Fifty on a few cores leave none idle, though; the JSON says how many there were. **Alone**: from a
 joiner's first word to READY, beside one memcpy of its bytes. **Publish beside joiners**: publishes to the two go on,
-each ``--settle`` after the one before, until the last joiner is READY; compared with such publishes before they came.
-The limit is what the issue allows: 1.10 times the calm median of the same run.
+each ``--settle`` after the one before, from when the first is started until the last is READY, in ``--rounds`` such
+crowds; compared with as many publishes right before each. The limit: 1.10 times the calm median of the same run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import grpc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
+from benchmarks._background import Background
 from benchmarks._common import Report, Result, parser
 from benchmarks._models import MODELS, model_bytes
 from benchmarks._process import MemberFailed, Process, tell_all
@@ -45,7 +47,10 @@ class Fleet:
         self.trainer = Process("trainer", _MEMBERS, ["trainer"], env)
         self.stay = [Process(f"stays-{i}", _MEMBERS, ["replica"], env) for i in range(2)]
         self.crowd = Process("crowd", _CROWD, [], env)
-        self.settle, self.number = args.settle, 0
+        self.background = Background("crowd")
+        self.background.take(self.crowd.pid)
+        self.settle, self.number, self.came = args.settle, 0, 0
+        self.joined: set[str] = set()
         self._channel = grpc.insecure_channel(address)
         self._ask = fleet_pb2_grpc.FleetServiceStub(self._channel)
         tell_all([self.trainer, *self.stay], "start", device="cpu", name=args.model)
@@ -70,9 +75,15 @@ class Fleet:
         return float(said["publish"])
 
     def join(self, count: int) -> None:
-        """So many joiners at once."""
-        where = {"address": self.address, "group": _GROUP, "transport": self.transport}
-        self.joined: set[str] = set(self.crowd.call("join", count=count, **where))
+        """So many joiners at once, under names of their own. They begin to come."""
+        names = [f"joins-{self.came + i}" for i in range(count)]
+        self.came, self.joined = self.came + count, set(names)
+        self.crowd.tell("join", address=self.address, group=_GROUP, transport=self.transport, names=names)
+
+    def leave(self) -> None:
+        """Those who came go."""
+        self.crowd.answer()
+        self.crowd.call("leave")
 
     def late(self) -> list[str]:
         """The newest joiners that hold nothing yet, with what is said of each."""
@@ -93,30 +104,37 @@ class Fleet:
         self._channel.close()
         for p in (self.trainer, *self.stay, self.crowd):
             p.close(5)
+        self.background.close()
 
 
 def run(report: Report, fleet: Fleet, args: argparse.Namespace, label: str) -> None:
     """All cases on one fleet."""
     details = {"model": args.model, "bytes": model_bytes(args.model), "transport": fleet.transport}
+    details["joiners"] = fleet.background.how
     fleet.open()
     alone: list[float] = []
     for _ in range(args.samples + 1):
         began = time.monotonic()
         fleet.join(1)
         alone.append(fleet.wait_all(began))
-        fleet.crowd.call("leave")
+        fleet.leave()
     copy_s = fleet.crowd.call("memcpy", name=args.model)
     report.add(Result.of(f"one joiner/{label}", "s", alone[1:], copy_s, less_is_better=True, details=details))
-    calm = [fleet.publish() for _ in range(args.publishes + 1)][1:]
-    undisturbed = report.add(Result.of(f"publish, calm/{label}", "s", calm, details=details))
-    began = time.monotonic()
-    fleet.join(args.joiners)
+    fleet.publish()
+    calm: list[float] = []
     beside: list[float] = []
-    while fleet.late():
-        beside.append(fleet.publish())
-        if time.monotonic() - began > _PATIENCE_S:
-            raise MemberFailed(f"after {_PATIENCE_S:.0f} s these hold nothing: {fleet.late()}")
-    took = time.monotonic() - began
+    took: list[float] = []
+    for _ in range(args.rounds):
+        calm += [fleet.publish() for _ in range(args.publishes)]
+        began = time.monotonic()
+        fleet.join(args.joiners)
+        while fleet.late():
+            beside.append(fleet.publish())
+            if time.monotonic() - began > _PATIENCE_S:
+                raise MemberFailed(f"after {_PATIENCE_S:.0f} s these hold nothing: {fleet.late()}")
+        took.append(time.monotonic() - began)
+        fleet.leave()
+    undisturbed = report.add(Result.of(f"publish, calm/{label}", "s", calm, details=details))
     limit = ALLOWED * undisturbed.value
     name = f"publish beside {args.joiners} joiners/{label}"
     said = report.add(
@@ -125,7 +143,7 @@ def run(report: Report, fleet: Fleet, args: argparse.Namespace, label: str) -> N
     print(
         f"    {args.joiners} joiners add {100 * (said.value / undisturbed.value - 1):+.1f} % to {len(beside)} publishes"
     )
-    report.add(Result.of(f"{args.joiners} joiners, all READY/{label}", "s", [took], details=details))
+    report.add(Result.of(f"{args.joiners} joiners, all READY/{label}", "s", took, details=details))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -134,9 +152,10 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--transport", action="append", default=[], help="repeat; default: shm, grpc")
     made.add_argument("--model", default="16MiB", choices=MODELS, help="default 16MiB: fifty fit a small machine")
     made.add_argument("--joiners", type=int, default=50, help="at once; default 50")
-    made.add_argument("--publishes", type=int, default=20, help="calm ones; default 20")
+    made.add_argument("--publishes", type=int, default=8, help="calm ones before each crowd; default 8")
+    made.add_argument("--rounds", type=int, default=3, help="crowds, one after the other; default 3")
     made.add_argument("--samples", type=int, default=5, help="of one joiner; default 5")
-    made.add_argument("--settle", type=float, default=0.5, metavar="SECONDS", help="before each publish; default 0.5")
+    made.add_argument("--settle", type=float, default=0.3, metavar="SECONDS", help="before each publish; default 0.3")
     made.add_argument("--strict", action="store_true", help="exit 1 if more is added than allowed, or anything failed")
     return made
 
@@ -145,7 +164,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run and report."""
     args = arguments().parse_args(words)
     if args.quick:
-        args.publishes, args.samples = 6, 2
+        args.publishes, args.samples, args.rounds = 6, 2, 1
     report = Report("catch_up", args.json)
     for transport in args.transport or ("shm", "grpc"):
         with tempfile.TemporaryDirectory(prefix="weightplane-bench-") as folder:
