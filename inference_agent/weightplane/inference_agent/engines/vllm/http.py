@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from weightplane.controlplane.core.states import PauseMode
 
 from .drivers import Driver, DriverError, DriverTimeout, Label
+from .foreign import printable, told
 from .reading import EngineUnreadable, read_server
 from .settings import EngineSettings
 
@@ -184,11 +185,11 @@ class HttpDriver(Driver):
         except TimeoutError as e:
             raise DriverTimeout(f"{where}: no answer within {timeout:.1f} s") from e
         except (OSError, http.client.HTTPException) as e:
-            raise DriverError(f"{where}: {type(e).__name__}: {e}") from e
+            raise DriverError(f"{where}: {told(e)}") from e
         finally:
             connection.close()
         if response.status != 200:
-            raise DriverError(f"{where}: HTTP {response.status}: {text[:_MOST_SHOWN]}")
+            raise DriverError(f"{where}: HTTP {response.status}: {printable(text[:_MOST_SHOWN])}")
         return text
 
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from weightplane.inference_agent.spans import Span
 
 from ..gate import VersionTag
+from .foreign import printable, told
 from .spans import cache_salt, spans_of_labels, version_of_label
 
 __all__ = ["RolloutError", "RolloutUnreachable", "Rollouts", "VllmOutput"]
@@ -88,7 +89,7 @@ class Rollouts:
             choices = sorted(answer["choices"], key=lambda c: int(c["index"]))
             return [self._output(c, usage["prompt_tokens"], cached) for c in choices]
         except _MISSHAPEN as e:
-            why = f"{type(e).__name__}: {e!s:.200}"
+            why = told(e)[:200]
             raise RolloutError(f"{self.url}: not an answer of /inference/v1/generate ({why}): {answer!s:.300}") from e
 
     def prompt_logprobs(self, tokens: Sequence[int], first: int) -> list[float]:
@@ -100,7 +101,7 @@ class Rollouts:
             told = list(zip(tokens, answer["prompt_logprobs"], strict=True))
             return [float(entry[str(token)]["logprob"]) for token, entry in told[first:]]
         except _MISSHAPEN as e:
-            why = f"{type(e).__name__}: {e!s:.200}"
+            why = told(e)[:200]
             raise RolloutError(f"{self.url}/inference/v1/generate: no prompt_logprobs of each token ({why})") from e
 
     def stream(self, prompt: Sequence[int], *, max_tokens: int, **options: Any) -> Iterator[VllmOutput]:
@@ -122,7 +123,7 @@ class Rollouts:
                     continue
                 event = json.loads(text)
                 if "error" in event:
-                    raise RolloutError(f"{self.url}: {str(event['error'])[:_MOST_SHOWN]}")
+                    raise RolloutError(f"{self.url}: {printable(str(event['error'])[:_MOST_SHOWN])}")
                 for choice in event.get("choices", ()):
                     part = self._output(choice, len(prompt), None)
                     tokens += part.tokens
@@ -133,7 +134,7 @@ class Rollouts:
             if not finish:
                 raise RolloutError(f"{self.url}: the answer broke off after {len(tokens)} tokens")
         except (OSError, http.client.HTTPException, *_MISSHAPEN) as e:
-            raise RolloutError(f"{self.url}: {type(e).__name__}: {e!s:.200} after {len(tokens)} tokens") from e
+            raise RolloutError(f"{self.url}: {told(e)[:200]} after {len(tokens)} tokens") from e
         finally:
             connection.close()
 
@@ -163,7 +164,7 @@ class Rollouts:
                     raise RolloutError(f"{method} {self.url}{path}: {why}") from e
                 if isinstance(e, RolloutError):
                     raise
-                raise RolloutError(f"{self.url}{path}: {type(e).__name__}: {e}"[:_MOST_SHOWN]) from e
+                raise RolloutError(f"{self.url}{path}: {told(e)}"[:_MOST_SHOWN]) from e
             finally:
                 connection.close()
         if not isinstance(answer, dict):
@@ -188,7 +189,7 @@ class Rollouts:
             connection = kind(u.hostname, u.port, timeout=self.timeout)
             connection.connect()
         except (OSError, ValueError, http.client.HTTPException) as e:
-            raise RolloutUnreachable(f"{method} {self.url}{path}: {type(e).__name__}: {e}") from e
+            raise RolloutUnreachable(f"{method} {self.url}{path}: {told(e)}") from e
         return connection
 
     def _answer(
@@ -203,9 +204,9 @@ class Rollouts:
             if response.status != 200:
                 text = response.read(_MOST_SHOWN).decode("utf-8", "replace")
                 hint = ". Start vLLM with --enable-scale-out" if response.status == 403 else ""
-                raise RolloutError(f"{method} {self.url}{path}: HTTP {response.status}: {text}{hint}")
+                raise RolloutError(f"{method} {self.url}{path}: HTTP {response.status}: {printable(text)}{hint}")
         except (OSError, http.client.HTTPException) as e:
-            raise RolloutError(f"{method} {self.url}{path}: {type(e).__name__}: {e}") from e
+            raise RolloutError(f"{method} {self.url}{path}: {told(e)}") from e
         return response
 
 
