@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 
-__all__ = ["printable", "told"]
+__all__ = ["in_words", "printable"]
 
 _SETTINGS = "\x04\x00\x00\x00\x00\x00"  # what an HTTP/2 server says first: a frame of this type, of stream 0
 
@@ -14,7 +14,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def told(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """The kind of an error and its text. A server that does not speak HTTP/1 is told as one."""
     strange = isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected)
     if not strange:

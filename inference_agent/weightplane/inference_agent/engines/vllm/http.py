@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from weightplane.controlplane.core.states import PauseMode
 
 from .drivers import Driver, DriverError, DriverTimeout, Label
-from .foreign import printable, told
+from .foreign import in_words, printable
 from .reading import EngineUnreadable, read_server
 from .settings import EngineSettings
 
@@ -185,7 +185,7 @@ class HttpDriver(Driver):
         except TimeoutError as e:
             raise DriverTimeout(f"{where}: no answer within {timeout:.1f} s") from e
         except (OSError, http.client.HTTPException) as e:
-            raise DriverError(f"{where}: {told(e)}") from e
+            raise DriverError(f"{where}: {in_words(e)}") from e
         finally:
             connection.close()
         if response.status != 200:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .foreign import told
+from .foreign import in_words
 from .settings import EngineSettings
 from .spans import version_of_label
 
@@ -114,7 +114,7 @@ def _get(base: str, path: str, timeout: float) -> dict[str, Any]:
         raise EngineUnreadable(f"GET {base}{path}: HTTP {e.code}{hint}", True) from e
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as e:
         answered = isinstance(e, json.JSONDecodeError | UnicodeDecodeError | RecursionError)
-        raise EngineUnreadable(f"GET {base}{path}: {told(e)}", answered) from e
+        raise EngineUnreadable(f"GET {base}{path}: {in_words(e)}", answered) from e
     if not isinstance(found, dict):
         raise EngineUnreadable(f"GET {base}{path}: expected a JSON object", True)
     return found

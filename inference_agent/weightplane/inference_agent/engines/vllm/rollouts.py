@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from weightplane.inference_agent.spans import Span
 
 from ..gate import VersionTag
-from .foreign import printable, told
+from .foreign import in_words, printable
 from .spans import cache_salt, spans_of_labels, version_of_label
 
 __all__ = ["RolloutError", "RolloutUnreachable", "Rollouts", "VllmOutput"]
@@ -89,7 +89,7 @@ class Rollouts:
             choices = sorted(answer["choices"], key=lambda c: int(c["index"]))
             return [self._output(c, usage["prompt_tokens"], cached) for c in choices]
         except _MISSHAPEN as e:
-            why = told(e)[:200]
+            why = in_words(e)[:200]
             raise RolloutError(f"{self.url}: not an answer of /inference/v1/generate ({why}): {answer!s:.300}") from e
 
     def prompt_logprobs(self, tokens: Sequence[int], first: int) -> list[float]:
@@ -101,7 +101,7 @@ class Rollouts:
             told = list(zip(tokens, answer["prompt_logprobs"], strict=True))
             return [float(entry[str(token)]["logprob"]) for token, entry in told[first:]]
         except _MISSHAPEN as e:
-            why = told(e)[:200]
+            why = in_words(e)[:200]
             raise RolloutError(f"{self.url}/inference/v1/generate: no prompt_logprobs of each token ({why})") from e
 
     def stream(self, prompt: Sequence[int], *, max_tokens: int, **options: Any) -> Iterator[VllmOutput]:
@@ -134,7 +134,7 @@ class Rollouts:
             if not finish:
                 raise RolloutError(f"{self.url}: the answer broke off after {len(tokens)} tokens")
         except (OSError, http.client.HTTPException, *_MISSHAPEN) as e:
-            raise RolloutError(f"{self.url}: {told(e)[:200]} after {len(tokens)} tokens") from e
+            raise RolloutError(f"{self.url}: {in_words(e)[:200]} after {len(tokens)} tokens") from e
         finally:
             connection.close()
 
@@ -164,7 +164,7 @@ class Rollouts:
                     raise RolloutError(f"{method} {self.url}{path}: {why}") from e
                 if isinstance(e, RolloutError):
                     raise
-                raise RolloutError(f"{self.url}{path}: {told(e)}"[:_MOST_SHOWN]) from e
+                raise RolloutError(f"{self.url}{path}: {in_words(e)}"[:_MOST_SHOWN]) from e
             finally:
                 connection.close()
         if not isinstance(answer, dict):
@@ -189,7 +189,7 @@ class Rollouts:
             connection = kind(u.hostname, u.port, timeout=self.timeout)
             connection.connect()
         except (OSError, ValueError, http.client.HTTPException) as e:
-            raise RolloutUnreachable(f"{method} {self.url}{path}: {told(e)}") from e
+            raise RolloutUnreachable(f"{method} {self.url}{path}: {in_words(e)}") from e
         return connection
 
     def _answer(
@@ -206,7 +206,7 @@ class Rollouts:
                 hint = ". Start vLLM with --enable-scale-out" if response.status == 403 else ""
                 raise RolloutError(f"{method} {self.url}{path}: HTTP {response.status}: {printable(text)}{hint}")
         except (OSError, http.client.HTTPException) as e:
-            raise RolloutError(f"{method} {self.url}{path}: {told(e)}") from e
+            raise RolloutError(f"{method} {self.url}{path}: {in_words(e)}") from e
         return response
 
 
