@@ -221,6 +221,15 @@ def test_a_stream_of_garbage_is_an_error_of_the_engine(engine: Engine) -> None:
             list(Rollouts(engine.url).stream([1, 2], max_tokens=4))
 
 
+@pytest.mark.parametrize("answer", [{}, {"prompt_logprobs": 7}, {"prompt_logprobs": [None]}, {"choices": [7]}])
+def test_an_answer_in_another_shape_is_named(engine: Engine, answer: dict[str, Any]) -> None:
+    engine.change = lambda _: answer
+    with pytest.raises(RolloutError, match="no prompt_logprobs of each token"):
+        Rollouts(engine.url).prompt_logprobs([1, 2], 1)
+    with pytest.raises(RolloutError, match="not an answer of /inference/v1/generate"):
+        Rollouts(engine.url).generate([1], max_tokens=1)
+
+
 @pytest.mark.parametrize("value", [-1.7e308, -1e301])
 def test_a_value_beyond_what_can_be_added_up_is_minus_infinity(value: float) -> None:
     stats = compare([[value] * 3, [-1.0]], [[-1.0] * 3, [-1.0]])
