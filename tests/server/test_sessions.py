@@ -160,6 +160,34 @@ async def test_heartbeats_of_a_fenced_trainer_are_refused_and_end_no_stream_of_t
         living.cancel()
 
 
+async def test_who_was_taken_over_from_is_told_so_when_its_successors_rank_is_here_first() -> None:
+    async with server() as running, fleet(running.address, 1) as (trainer, _):
+
+        async def listens(of: Trainer) -> Any:
+            stream = ag_grpc.AgentServiceStub(of.channel).Session()
+            role = ag.TrainerHello(generation=of.generation, rank=0)
+            await stream.write(hello(agent_id="rank/0", incarnation=of.incarnation, replica=None, trainer=role))
+            assert isinstance(await stream.read(), ag.SessionResponse)
+            return stream
+
+        old = await listens(trainer)
+        rival = Trainer(running.address, name="rival")
+        await rival.init(takeover=True)
+        new = await listens(rival)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await asyncio.wait_for(old.read(), 5) is not grpc.aio.EOF:
+                pass
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert reason_of(caught.value) == "TRAINER_FENCED"
+        assert "(rival) holds the group" in (caught.value.details() or "")
+        again = await listens(rival)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await asyncio.wait_for(new.read(), 5) is not grpc.aio.EOF:
+                pass
+        assert reason_of(caught.value) == "SESSION_SUPERSEDED"
+        again.cancel()
+
+
 async def test_silence_is_suspect_then_lost_and_comes_back() -> None:
     async with server() as running:
         replica = await Replica(running.address).start()

@@ -69,7 +69,8 @@ class AgentServiceServicer(object):
     def Session(self, request_iterator, context):
         """One stream per member (and one more for its heartbeats). The agent says hello and reports what it holds; the
         coordinator answers with the desired state, only the newest. Messages are at most 64 KiB. A newer hello of the same
-        member supersedes the older stream, which ends with ABORTED / SESSION_SUPERSEDED and must not redial.
+        member supersedes the older stream, which ends with ABORTED / SESSION_SUPERSEDED and must not redial; that of a
+        trainer which was taken over from ends with PERMISSION_DENIED / TRAINER_FENCED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

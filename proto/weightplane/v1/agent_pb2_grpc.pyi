@@ -36,7 +36,8 @@ class AgentServiceStub:
     Session: _grpc.StreamStreamMultiCallable[_agent_pb2.SessionRequest, _agent_pb2.SessionResponse]
     """One stream per member (and one more for its heartbeats). The agent says hello and reports what it holds; the
     coordinator answers with the desired state, only the newest. Messages are at most 64 KiB. A newer hello of the same
-    member supersedes the older stream, which ends with ABORTED / SESSION_SUPERSEDED and must not redial.
+    member supersedes the older stream, which ends with ABORTED / SESSION_SUPERSEDED and must not redial; that of a
+    trainer which was taken over from ends with PERMISSION_DENIED / TRAINER_FENCED.
     """
     GetManifest: _grpc.UnaryUnaryMultiCallable[_agent_pb2.GetManifestRequest, _agent_pb2.GetManifestResponse]
     """A page of a manifest, by id. Safe to repeat."""
@@ -57,7 +58,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
     Session: _aio.StreamStreamMultiCallable[_agent_pb2.SessionRequest, _agent_pb2.SessionResponse]  # type: ignore[assignment]
     """One stream per member (and one more for its heartbeats). The agent says hello and reports what it holds; the
     coordinator answers with the desired state, only the newest. Messages are at most 64 KiB. A newer hello of the same
-    member supersedes the older stream, which ends with ABORTED / SESSION_SUPERSEDED and must not redial.
+    member supersedes the older stream, which ends with ABORTED / SESSION_SUPERSEDED and must not redial; that of a
+    trainer which was taken over from ends with PERMISSION_DENIED / TRAINER_FENCED.
     """
     GetManifest: _aio.UnaryUnaryMultiCallable[_agent_pb2.GetManifestRequest, _agent_pb2.GetManifestResponse]  # type: ignore[assignment]
     """A page of a manifest, by id. Safe to repeat."""
@@ -81,7 +83,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.SessionResponse], _abc.AsyncIterator[_agent_pb2.SessionResponse]]:
         """One stream per member (and one more for its heartbeats). The agent says hello and reports what it holds; the
         coordinator answers with the desired state, only the newest. Messages are at most 64 KiB. A newer hello of the same
-        member supersedes the older stream, which ends with ABORTED / SESSION_SUPERSEDED and must not redial.
+        member supersedes the older stream, which ends with ABORTED / SESSION_SUPERSEDED and must not redial; that of a
+        trainer which was taken over from ends with PERMISSION_DENIED / TRAINER_FENCED.
         """
 
     @_abc_1.abstractmethod

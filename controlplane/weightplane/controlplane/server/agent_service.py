@@ -182,7 +182,7 @@ def _open_heartbeat(group: Group, hello: agent_pb2.Hello) -> Session:
 async def _open_rank(group: Group, hello: agent_pb2.Hello) -> Session:
     said = hello.trainer
     _check_rank(group, hello)
-    session = group.open_session(hello.agent_id, "control")
+    session = group.open_session(hello.agent_id, "control", said.generation)
     _log_session(group, hello, session)
     try:
         await group.call(lambda call: RankHello(call, session.number, said.generation, said.rank))

@@ -201,12 +201,14 @@ class Group:
 
     # --- sessions ---
 
-    def open_session(self, agent_id: str, kind: str) -> Session:
-        """Number a new stream of a member; the one before it is superseded."""
-        session = Session(agent_id, kind, next(self._session_ids))
+    def open_session(self, agent_id: str, kind: str, generation: int = 0) -> Session:
+        """Number a new stream of a member; the one before it is superseded. That of a trainer which was taken over from
+        is told so: its successor's rank may be here before it was sent that it is fenced."""
+        session = Session(agent_id, kind, next(self._session_ids), generation)
         old = self.sessions.get((agent_id, kind))
         if old is not None:
-            old.end(superseded(agent_id, session.number))
+            failure = trainers.fence(Tx(self.state, self.now()), old.generation) if old.generation else None
+            old.end(Refused(failure) if failure is not None else superseded(agent_id, session.number))
         self.sessions[agent_id, kind] = session
         return session
 

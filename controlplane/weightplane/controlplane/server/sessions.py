@@ -16,11 +16,11 @@ __all__ = ["Session", "stepping_down", "superseded"]
 class Session:
     """One open stream of a member. ``wake`` makes it send the newest state; it never holds more than one message.
 
-    ``revision`` is that of the newest desired state sent.
+    ``revision`` is that of the newest desired state sent, ``generation`` a trainer rank's (0: a replica's session).
     """
 
-    def __init__(self, agent_id: str, kind: str, number: int) -> None:
-        self.agent_id, self.kind, self.number = agent_id, kind, number
+    def __init__(self, agent_id: str, kind: str, number: int, generation: int = 0) -> None:
+        self.agent_id, self.kind, self.number, self.generation = agent_id, kind, number, generation
         self.revision = 0
         self.changed = asyncio.Event()
         self.ended: asyncio.Future[Refused] = asyncio.get_running_loop().create_future()
