@@ -237,7 +237,10 @@ class Replica:
             kind=ag.SESSION_KIND_CONTROL,
             replica=self.hello,
         )
-        await stream.write(ag.SessionRequest(hello=hello))
+        try:
+            await stream.write(ag.SessionRequest(hello=hello))
+        except asyncio.InvalidStateError:  # it ended before we wrote: nobody listens there now
+            raise await _error(stream) from None
         first = await stream.read()
         if not isinstance(first, ag.SessionResponse):
             raise await _error(stream)
