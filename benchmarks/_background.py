@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 __all__ = ["Background"]
@@ -23,7 +24,8 @@ class Background:
             try:
                 folder.mkdir()
                 self._folder = folder
-                (folder / "cpu.idle").write_text("1")
+                with (folder / "cpu.idle").open("r+") as file:  # not made: the root may be no control group at all
+                    file.write("1")
             except OSError:
                 self.close()
                 continue
@@ -38,7 +40,10 @@ class Background:
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
     def close(self) -> None:
-        """Once they have all ended."""
+        """Once they have all ended; a helper outlives its agent by up to a second."""
         if self._folder is not None:
+            procs, end = self._folder / "cgroup.procs", time.monotonic() + 5
+            while procs.exists() and procs.read_text() and time.monotonic() < end:
+                time.sleep(0.05)
             self._folder.rmdir()
         self._folder = None

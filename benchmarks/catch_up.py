@@ -5,7 +5,7 @@ one more process, which runs (with the helper of each) only where nobody else wa
 not the trainer's. Fifty on a few cores leave none idle, though; the JSON says how many there were. **Alone**: from a
 joiner's first word to READY, beside one memcpy of its bytes. **Publish beside joiners**: publishes to the two go on,
 each ``--settle`` after the one before, from when the first is started until the last is READY, in ``--rounds`` such
-crowds; compared with as many publishes right before each. The limit: 1.10 times the calm median of the same run.
+crowds; compared with ``--publishes`` right before each. The limit: 1.10 times the calm median of the same run.
 """
 
 from __future__ import annotations
